@@ -61,9 +61,7 @@ from pipegrad.errors import ConfigError, PipegradError
 from pipegrad.printable import printable_lines
 from pipegrad.train.config import Config
 
-LAUNCH = "PIPEGRAD_LAUNCH"  # the variable with a name of this launch, over all its starts
 _KEY = "pipegrad/start"
-_LAUNCH_KEY = "pipegrad/launch"
 _LOOK_SECONDS = 1.0  # between looks for another start
 _PAUSE_SECONDS = 0.05
 _NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -297,18 +295,13 @@ def _join(timeout_seconds: float | None) -> None:
 def store_of_start(store: Store, rank: int, size: int, timeout_seconds: float) -> Store:
     """Returns the part of a store that only ranks of this start use; every rank must call it.
 
-    Sets the variable `LAUNCH` if the store lives as long as the launch.
-
     Raises:
         dist.DistStoreError: If a rank does not come in time.
         MessageError: If another program has written into the store.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        os.environ.pop(LAUNCH, None)
         return store  # rank 0 keeps it, so it ends with the ranks
     own, signed = uuid.uuid4().hex, SignedStore(store)
-    # The first rank of the first start sets it, and all others read it.
-    os.environ[LAUNCH] = signed.set_first(_LAUNCH_KEY, own).decode()
     if rank == 0:
         signed.set(_KEY, own)
         keys = [f"{_KEY}/{own}/{other}" for other in range(1, size)]

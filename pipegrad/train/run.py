@@ -29,7 +29,7 @@ from pipegrad.train.job import Job
 from pipegrad.train.process import exit_code
 from pipegrad.train.rendering import table
 from pipegrad.train.reporters.reporter import StepMetrics
-from pipegrad.train.run_folder import MANIFEST, with_launch
+from pipegrad.train.run_folder import MANIFEST
 from pipegrad.train.trainer import Trainer
 
 _KEPT_STEPS = 1000
@@ -69,17 +69,7 @@ def _make_folder(trainer: Trainer, report: Report) -> Path:
     """Returns the folder of the run, with its manifest and open reporters."""
     manifest = manifest_of(trainer.job.config, trainer.summary)
 
-    def begin(folder: Path) -> None:
-        noted = with_launch(
-            folder,
-            manifest,
-            launch=trainer.launch,
-            first_step=trainer.first_step,
-            checkpoint=trainer.checkpoint,
-        )
-        report.begin(folder, noted, trainer.first_step)
-
-    return trainer.make_folder(begin)
+    return trainer.make_folder(lambda folder: report.begin(folder, manifest, trainer.first_step))
 
 
 def _begins(trainer: Trainer, folder: Path) -> str:
@@ -191,15 +181,16 @@ class Report:
 
         Args:
             folder: The run's folder.
-            manifest: Is written whole, or not at all.
+            manifest: Of a new run; one that goes on has its own.
             first_step: Number of the first step.
 
         Raises:
             OSError: If a reporter cannot write there. No reporter is open then.
         """
-        # What redaction does not know as a secret is for nobody else either.
-        content = f"{json.dumps(manifest, indent=2)}\n".encode()
-        run_files.replace(folder / MANIFEST, content, permissions=0o600)
+        if not (folder / MANIFEST).exists():
+            # What redaction does not know as a secret is for nobody else either.
+            content = f"{json.dumps(manifest, indent=2)}\n".encode()
+            run_files.replace(folder / MANIFEST, content, permissions=0o600)
         with ExitStack() as opened:
             for reporter in self._reporters.values():
                 reporter.first_step = first_step

@@ -1,42 +1,31 @@
-"""The folder of a run: who works in it, which launch has made it, and what a run goes on from.
+"""The folder of a run: who works in it, and what a run goes on from.
 
 A new run has a new folder, so no run overwrites another. One job at a time works in it.
-``manifest.json`` describes the run, and has a note of each launch.
-
-[Note: one launch, several starts] torchrun may start all ranks again, and these go on with the run
-of the ranks before them. Its count of restarts does not say that there were any, since each machine
-counts alone. Its ``--rdzv-id`` is chosen by the user, and may come again in another job. So a
-launch has a name that is drawn at random and lies in torchrun's store, which lives as long as the
-launch. Without such a store, the processes that have started the ranks are its names. They also
-live as long as the launch. If one of several machines is replaced, the other names stay.
+``manifest.json`` describes the run.
 
 [Note: what a run goes on from]
-1. A rank that torchrun has restarted goes on with the run of its own launch, whatever the
-   configuration says: the manifest of a run says which launch made it; see
-   [Note: one launch, several starts].
-2. ``train.resume`` names a checkpoint: a new run begins with its values.
-3. It names the folder of a run: this run goes on in this folder, from its newest checkpoint.
-4. It is "auto": as 3, with the newest run of ``train.output``; a new run if there is none. A run of
-   another ``train.output`` may have such a name, too. Its manifest says so.
+1. ``train.resume`` names a checkpoint: a new run begins with its values.
+2. It names the folder of a run: this run goes on in this folder, from its newest checkpoint.
+3. It is "auto": as 2, with the newest run of ``train.output``; a new run if there is none. So ranks
+   that a launcher starts again go on. A run of another ``train.output`` may have such a name, too.
+   Its manifest says so.
 
-In 1 and 4 nobody has named the folder. So the run of another user is not taken. If there are only
-such runs, 4 is refused. A checkpoint that is found in the folder of a run belongs to the owner of
-the folder, to this user, or to root; see [Note: who may write there].
+In 3 nobody has named the folder. So the run of another user is not taken. If there are only such
+runs, 3 is refused. A checkpoint that is found in the folder of a run belongs to the owner of the
+folder, to this user, or to root; see [Note: who may write there].
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
-import mmap
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,7 +35,6 @@ import torch.distributed as dist
 
 from pipegrad import run_files
 from pipegrad.comm.agreement import agree
-from pipegrad.comm.watch import process_state
 from pipegrad.errors import ConfigError, PipegradError, in_words, reason
 from pipegrad.train.checkpoint.storage import (
     INDEX,
@@ -56,7 +44,6 @@ from pipegrad.train.checkpoint.storage import (
     step_of,
 )
 from pipegrad.train.config import Config, path_of
-from pipegrad.train.process import LAUNCH
 
 LOCK, MANIFEST, METRICS = "lock", "manifest.json", "metrics.jsonl"
 AUTO = "auto"
@@ -117,24 +104,6 @@ class RunLock:
         return written or "another process"
 
 
-def names_of_launch() -> tuple[str, ...]:
-    """Returns the names of this launch; none without torchrun. Every rank must call it."""
-    return tuple(sorted({name for name in agree("the launch", launch_of) if name}))
-
-
-def launch_of(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns what this rank knows of its launch by torchrun; "" without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in environment:
-        return ""
-    return environment.get(LAUNCH) or process(os.getppid())
-
-
-def process(number: int) -> str:
-    """Returns a name of a process that no other process has, at any time on any machine."""
-    # Process numbers come again, also in another container of this machine.
-    return f"{socket.gethostname()} {number} {process_state(number)[1]}"
-
-
 def read_manifest(run: Path) -> dict[str, Any] | None:
     """Returns the manifest in the folder of a run; None if it has none.
 
@@ -143,18 +112,14 @@ def read_manifest(run: Path) -> dict[str, Any] | None:
     """
     path = run / MANIFEST
     try:
-        found: Any = run_files.parsed_json(run_files.read(path))
-        launches = found.get("launches", [])
-        if not all(isinstance(launch, dict) for launch in launches):
-            raise TypeError("a launch in it is no table")
+        return dict(run_files.parsed_json(run_files.read(path)))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path} is not what a run has written: {in_words(error)}: restore it, or remove it "
             f"and name the run's folder as train.resume"
         ) from error
-    return {**found, "launches": list(launches)}
 
 
 def is_of_output(run: Path, output: Path) -> bool:
@@ -177,33 +142,13 @@ def is_of_output(run: Path, output: Path) -> bool:
     return configured.name in (output.name, output.resolve().name)
 
 
-def is_of_launch(run: Path, launch: Sequence[str]) -> bool:
-    """Returns whether another process of this launch worked in the folder of a run at last.
-
-    Args:
-        run: The folder.
-        launch: The names of this launch.
-    """
-    try:
-        manifest = read_manifest(run) or {}
-    except ValueError:
-        return False
-    last = manifest.get("launches", [])[-1:]
-    names = last[0].get("launch") if last else None
-    # A process may make several runs. They are not restarts of each other.
-    is_own = bool(last) and last[0].get("process") == process(os.getpid())
-    return isinstance(names, list) and not is_own and any(name in launch for name in names)
-
-
-def locked_origin(
-    config: Config, launch: Sequence[str]
-) -> tuple[Path | None, Path | None, RunLock | None]:
+def locked_origin(config: Config) -> tuple[Path | None, Path | None, RunLock | None]:
     """Returns what `find_origin` does, and the lock of the folder that the run goes on in.
 
     Raises:
         ConfigError: As `find_origin`, or if another process works in this folder.
     """
-    folder, checkpoint = find_origin(config, launch)
+    folder, checkpoint = find_origin(config)
     if folder is None:
         return folder, checkpoint, None
     try:
@@ -211,47 +156,29 @@ def locked_origin(
     except OSError as error:
         config.refuse("train.resume", str(error), cause=error)
     # Until it was locked, another job may have written there.
-    return *find_origin(config, launch), lock
+    return *find_origin(config), lock
 
 
-def find_origin(config: Config, launch: Sequence[str]) -> Origin:
+def find_origin(config: Config) -> Origin:
     """Returns where a run goes on from; see [Note: what a run goes on from].
 
     One rank decides for all, since a folder may change at any time.
 
-    Args:
-        config: The configuration.
-        launch: The names of this launch.
-
     Raises:
         ConfigError: If what ``train.resume`` names is not there, or another user has put it there.
     """
-    try:
-        configured = _configured(config)
-        runs = [run for run in _runs(path_of(config.train.output)) if run_files.is_own(run)]
-        runs += [configured[0]] if configured[0] else []
-        own = [run for run in runs if is_of_launch(run, launch)]
-        if not own:
-            return configured
-        run = max(own, key=lambda run: (run / MANIFEST).stat().st_mtime_ns)
-        # A run that was ended before its first checkpoint starts again as it was configured.
-        return run, newest_checkpoint(run) or configured[1]
-    except (ValueError, run_files.PlantedError) as error:  # of a manifest, or of a checkpoint
-        config.refuse("train.resume", str(error), cause=error)
-
-
-def _configured(config: Config) -> Origin:
-    """Returns what ``train.resume`` names."""
     if config.train.resume is None:
         return None, None
-    if config.train.resume == AUTO:
-        return _newest_run(path_of(config.train.output))
     folder = path_of(config.train.resume)
-    if not _is_run(folder):
-        return None, folder
-    read_manifest(folder)
-    if (newest := newest_checkpoint(folder)) is None:
-        raise ValueError("is the folder of a run that has no whole checkpoint")
+    try:
+        if config.train.resume == AUTO:
+            return _newest_run(path_of(config.train.output))
+        if not _is_run(folder):
+            return None, folder
+        if (newest := newest_checkpoint(folder)) is None:
+            raise ValueError("is the folder of a run that has no whole checkpoint")
+    except (ValueError, run_files.PlantedError) as error:  # of a manifest, or of a checkpoint
+        config.refuse("train.resume", str(error), cause=error)
     return folder, newest
 
 
@@ -289,37 +216,6 @@ def _runs(output: Path) -> list[Path]:
         runs = [output, *(output.parent / folder.name for folder in siblings)]
         return [run for run in runs if run.is_dir()]
     return []
-
-
-def with_launch(
-    folder: Path,
-    manifest: Mapping[str, Any],
-    *,
-    launch: Sequence[str],
-    first_step: int,
-    checkpoint: Path | None,
-) -> dict[str, Any]:
-    """Returns the manifest of a run, with a note of this launch.
-
-    Args:
-        folder: Of the run. If it has a manifest, that one is kept.
-        manifest: Of a new run.
-        launch: The names of this launch.
-        first_step: The first step that this launch makes.
-        checkpoint: What it goes on from, if anything.
-
-    Raises:
-        ValueError: If the manifest in the folder is not what a run has written.
-    """
-    found = read_manifest(folder) or {**manifest, "launches": []}
-    note = {
-        "launch": list(launch),
-        "process": process(os.getpid()),
-        "started": datetime.now(UTC).isoformat(),
-        "first_step": first_step,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
-    }
-    return {**found, "launches": [*found["launches"], note]}
 
 
 def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:
@@ -383,8 +279,7 @@ def continue_run_folder(
 ) -> str:
     """Prepares the folder of a run that goes on after a step; returns its path.
 
-    Removes what the run did after this step: rows of its metrics, and unfinished checkpoints. The
-    reports of a failure move into a folder of their own.
+    Removes what the run did after this step: rows of its metrics, and unfinished checkpoints.
 
     Args:
         config: The configuration.
@@ -398,7 +293,6 @@ def continue_run_folder(
     try:
         remove_unfinished(folder)
         run_files.remove_temporary(folder)
-        _move_reports(folder)
         cut_rows(folder / METRICS, step)
         begin(folder)
     except (OSError, ValueError) as error:
@@ -406,34 +300,16 @@ def continue_run_folder(
     return str(folder)
 
 
-def _move_reports(folder: Path) -> None:
-    """Moves the reports of a failure away, since this launch has not failed."""
-    if reports := sorted(folder.glob("failure*.txt")):
-        launches = (read_manifest(folder) or {}).get("launches", [])
-        away = folder / f"failures-of-launch-{len(launches)}"
-        run_files.make_folder(away)
-        for report in reports:
-            report.replace(away / report.name)
-
-
 def cut_rows(path: Path, step: int) -> None:
-    """Removes the rows of later steps from a file of metrics, and a row that is not whole.
-
-    Rows are in the order of steps. So it looks from the end, at no more than what it removes.
-    """
+    """Removes the rows of later steps from a file of metrics, and a row that is not whole."""
     if not os.path.lexists(path):
         return
-    number = run_files.open_to_change(path, os.O_RDWR)
-    with os.fdopen(number, "r+b") as file:
-        if (size := os.fstat(number).st_size) == 0:  # of which there is no map
-            return
-        with mmap.mmap(number, size, access=mmap.ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-            while end > 0:
-                begin = content.rfind(b"\n", 0, end - 1) + 1
-                if _is_row(content[begin:end], step):
-                    break
-                end = begin
+    end = position = 0
+    with os.fdopen(run_files.open_to_change(path, os.O_RDWR), "r+b") as file:
+        for line in file:
+            position += len(line)
+            if line.endswith(b"\n") and _is_row(line, step):
+                end = position
         file.truncate(end)
 
 
@@ -456,14 +332,22 @@ def refuse_unseen(config: Config, folder: Path, *, is_new: bool) -> None:
         ConfigError: If a rank does not see it; on all ranks.
     """
 
-    # A rank of another machine may have a folder of this name on a disk of its own. The manifest
-    # says when it was written, so it is another one there.
-    def digest() -> str:
-        return _digest(folder) if dist.get_rank() == 0 else ""
+    # A rank of another machine may have a folder of this name on a disk of its own. The lock says
+    # which process has it since when, so it is another one there.
+    def holder() -> str:
+        return _holder(folder) if dist.get_rank() == 0 else ""
 
-    expected = agree("the manifest of the run", digest)[0]
-    replies = agree("the folder of the run", lambda: (_sees(folder, expected), _machine()))
-    blind = {rank: machine for rank, (sees, machine) in enumerate(replies) if not sees}
+    expected = agree("the lock of the run", holder)[0]
+
+    def sees() -> tuple[bool, str]:
+        # A network file system may show a new file late.
+        deadline = time.monotonic() + _SEEN_SECONDS
+        while (is_blind := _holder(folder) != expected) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return is_blind, f"{socket.gethostname()} in {Path.cwd()}"
+
+    replies = agree("the folder of the run", sees)
+    blind = {rank: machine for rank, (is_blind, machine) in enumerate(replies) if is_blind}
     if blind:
         if is_new and dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -476,20 +360,7 @@ def refuse_unseen(config: Config, folder: Path, *, is_new: bool) -> None:
         )
 
 
-def _sees(folder: Path, expected: str) -> bool:
-    # A network file system may show a new file late.
-    deadline = time.monotonic() + _SEEN_SECONDS
-    while (found := _digest(folder)) != expected and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return found == expected
-
-
-def _digest(folder: Path) -> str:
+def _holder(folder: Path) -> str:
     with suppress(OSError):
-        path = folder / MANIFEST
-        return hashlib.sha256(run_files.read(path)).hexdigest()
+        return run_files.read(folder / LOCK).decode(errors="replace")
     return ""
-
-
-def _machine() -> str:
-    return f"{socket.gethostname()} in {Path.cwd()}"

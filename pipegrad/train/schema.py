@@ -429,7 +429,8 @@ class Train(Table):
         min_length=1,
         description="what to go on from, on any cut of the same model: the folder of a checkpoint; "
         "or the folder of a run, whose newest checkpoint is taken and which goes on there; or "
-        "'auto', the newest run of train.output, if there is one",
+        "'auto', the newest run of train.output, if there is one, also for ranks that a launcher "
+        "starts again",
     )
     trace: bool = Field(
         default=True,

@@ -58,7 +58,6 @@ from pipegrad.train.run_folder import (
     continue_run_folder,
     locked_origin,
     make_run_folder,
-    names_of_launch,
     refuse_unseen,
 )
 from pipegrad.train.stages import agreed, build_stages, try_out
@@ -94,7 +93,6 @@ class Trainer:
         saving: Writes the checkpoints of a run.
         signals: What this process is asked to do.
         ended_by: Number of a signal that some rank has received; 0 if there was none.
-        launch: The names of this launch, by which a restart finds its run.
         first_step: Number of the first step; not 1 if the job goes on from a checkpoint.
         checkpoint: The checkpoint that the job goes on from; None if it begins.
         sync: The gradient layer.
@@ -402,12 +400,11 @@ class Trainer:
 
     def _resume(self, config: Config) -> None:
         """Goes on from a checkpoint, if there is one; see [Note: what a run goes on from]."""
-        self.launch = names_of_launch()
 
         def found() -> tuple[Path | None, Path | None, tuple[str, ...]] | None:
             if dist.get_rank() != 0:
                 return None
-            folder, checkpoint, self._lock = locked_origin(config, self.launch)
+            folder, checkpoint, self._lock = locked_origin(config)
             return folder, checkpoint, () if self._lock is None else self._lock.notes
 
         self._goes_on_in, self.checkpoint, notes = agreed("train.resume", found)[0]

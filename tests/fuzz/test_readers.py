@@ -132,7 +132,6 @@ def manifest(content: bytes, folder: Path) -> None:
     written(content, folder, MANIFEST)
     found = read_manifest(folder)
     assert found is not None
-    assert isinstance(found["launches"], list)
     assert isinstance(is_of_output(folder, Path("runs/run")), bool)
 
 
@@ -312,13 +311,11 @@ READERS: dict[str, Reader] = {
     ),
     "manifest": Reader(
         manifest,
-        (as_bytes({"config": {"train": {"output": "runs/run"}}, "launches": [{"launch": ["a"]}]}),),
+        (as_bytes({"config": {"train": {"output": "runs/run"}}}),),
         (
             *JSON,
             as_bytes({"config": {"train": {"output": 3}}}),
             as_bytes({"config": {"train": {"output": "~nobody\0"}}}),
-            as_bytes({"config": {"train": {"output": "x"}}, "launches": {"a": 1}}),
-            as_bytes({"launches": "text"}),
         ),
         refuses=(ValueError,),
         form="json",

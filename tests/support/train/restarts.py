@@ -35,6 +35,7 @@ device = "cpu"
 steps = 200
 save_every = 4
 output = "run"
+resume = "auto"
 trace = false
 """
 RANKS = 2

@@ -55,7 +55,6 @@ def save_in(run: Path) -> None:
 
 
 def go_on(run: Path) -> None:
-    (run / "failure-rank0.txt").write_text("new")
     (run / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4}\n')
     continue_run_folder(CONFIG, run, 3, lambda _: replace(run / "manifest.json", b"{}"))
     assert (run / "metrics.jsonl").read_text() == '{"step": 3}\n'
@@ -104,7 +103,6 @@ LINKS: list[tuple[str, Write, str]] = [
     ("metrics.jsonl", open_metrics, NO_FILE),
     ("manifest.json.tmp", go_on, ""),
     ("metrics.jsonl.tmp", go_on, ""),
-    ("failures-of-launch-0", go_on, " is a symbolic link, expected a folder: remove it"),
     ("checkpoint-3.partial", go_on_and_save, ""),
     ("checkpoint-3.partial", save_in, " is a symbolic link, expected a folder: remove it"),
     ("checkpoint-3.old.partial", save_in, ""),
@@ -132,8 +130,7 @@ def test_a_link_is_not_followed(
     run = tmp_path / "run"
     run.mkdir()
     (tmp_path / "folder").mkdir()
-    for file in ("file", "failure-rank0.txt"):
-        (tmp_path / "folder" / file).write_text("precious")
+    (tmp_path / "folder" / "file").write_text("precious")
     (run / name).symlink_to(tmp_path / target)
     if says:
         with pytest.raises((PipegradError, CheckpointException)) as e:
@@ -143,7 +140,7 @@ def test_a_link_is_not_followed(
     else:
         write(run)
     files = {path.name: path.read_text() for path in (tmp_path / "folder").iterdir()}
-    assert files == {"file": "precious", "failure-rank0.txt": "precious"}
+    assert files == {"file": "precious"}
     assert not (tmp_path / "nowhere").exists()
     assert not [path for path in run.iterdir() if ".partial" in path.name and path.name != name]
 
@@ -202,15 +199,13 @@ def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
 def run_in(folder: Path, *steps: int) -> Path:
     for step in steps:
         (folder / f"checkpoint-{step}").mkdir(parents=True)
-    (folder / "manifest.json").write_text(
-        '{"config": {"train": {"output": "run"}}, "launches": []}'
-    )
+    (folder / "manifest.json").write_text('{"config": {"train": {"output": "run"}}}')
     return folder
 
 
 def found(run: Path, resume: str) -> Origin:
     train = Train(output=str(run.parent / "run"), resume=resume)
-    return find_origin(Config(model=Model(factory="a:b"), train=train), ())
+    return find_origin(Config(model=Model(factory="a:b"), train=train))
 
 
 def refused(run: Path, resume: str) -> str:

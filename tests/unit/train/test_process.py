@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public
 
-from pipegrad.train.process import ENDING, LAUNCH, Signals, exit_code, store_of_start
+from pipegrad.train.process import ENDING, Signals, exit_code, store_of_start
 
 SIZE = 3
 
@@ -43,7 +43,6 @@ def started(store: Store, ranks: list[int]) -> dict[int, str | None]:
 
 def test_a_later_start_does_not_see_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv(LAUNCH, "")
     store = HashStore()
     assert started(store, [0, 1, 2]) == dict.fromkeys(range(SIZE), "0")
     # Rank 2 was killed before it came, so the others have waited in vain.
@@ -53,21 +52,8 @@ def test_a_later_start_does_not_see_an_earlier_one(monkeypatch: pytest.MonkeyPat
 
 def test_a_store_of_rank_0_is_new_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setenv(LAUNCH, "of a torchrun before")
     store = HashStore()
     assert store_of_start(store, 0, SIZE, 1.0) is store
-    assert LAUNCH not in os.environ
-
-
-def test_all_starts_of_a_launch_have_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each machine counts restarts alone: rank 0 began a new run after a restart of another one."""
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv(LAUNCH, "")
-    names = []
-    for store in (launch := HashStore(), launch, HashStore()):
-        store_of_start(store, 0, 1, 1.0)
-        names.append(os.environ[LAUNCH])
-    assert names[0] == names[1] != names[2] != ""
 
 
 def wait_for(signals: Signals) -> int:

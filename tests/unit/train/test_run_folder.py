@@ -26,19 +26,14 @@ from pipegrad.train.checkpoint.storage import (
 )
 from pipegrad.train.checkpoint.uncut import find_checkpoint
 from pipegrad.train.config import Config, sizes_of
-from pipegrad.train.process import LAUNCH
 from pipegrad.train.run_folder import (
     HeldError,
     Origin,
     RunLock,
-    continue_run_folder,
     cut_rows,
     find_origin,
-    launch_of,
     locked_origin,
     make_run_folder,
-    process,
-    with_launch,
 )
 from pipegrad.train.schema import Model, Train
 
@@ -76,7 +71,7 @@ def test_checkpoints_are_sorted_published_and_unfinished_ones_removed(tmp_path: 
 
 @pytest.mark.parametrize(
     ("last", "every", "left"),
-    [(1, None, [10]), (2, None, [8, 10]), (9, None, [2, 4, 6, 8, 10]), (1, 4, [4, 8, 10])],
+    [(1, [10]), (2, [8, 10]), (9, [2, 4, 6, 8, 10]), (1, 4, [4, 8, 10])],
 )
 def test_old_ones_are_removed(
     tmp_path: Path, last: int, every: int | None, left: list[int]
@@ -111,40 +106,28 @@ def test_later_rows_and_half_rows_are_cut_off(tmp_path: Path) -> None:
     for _ in range(2):  # of no row, and of no byte
         cut_rows(path, 0)
         assert path.read_bytes() == b""
-    os.truncate(path, 2**31)  # a long run's file is large, and not read
-    with path.open("ab") as file:
-        file.write(b'\n{"step": 2}\n{"step": 3}\n')
-    cut_rows(path, 2)
-    assert path.stat().st_size == 2**31 + 13
 
 
-def run_of(
-    folder: Path, launch: str | None, *steps: int, output: str = "run", age: int = 0
-) -> Path:
+def run_of(folder: Path, *steps: int, output: str = "run", age: int = 0) -> Path:
     """Makes the folder of a run."""
     with_checkpoints(folder, *steps)
     folder.mkdir(exist_ok=True, parents=True)
     manifest = folder / "manifest.json"
-    launches = [{"launch": ["another"]}, {"launch": [launch, "a machine"], "process": "gone"}]
-    content = {"config": {"train": {"output": output}}, "launches": launches}
-    manifest.write_text(json.dumps(content))
+    manifest.write_text(json.dumps({"config": {"train": {"output": output}}}))
     for path in (manifest, *checkpoints(folder)):
         os.utime(path, (10**9 - age, 10**9 - age))
     return folder
 
 
-RESTARTED = ("job", "other machine")
-
-
 def test_what_a_run_goes_on_from(tmp_path: Path) -> None:
     output = tmp_path / "run"
-    older = run_of(output, "job", 2, 4, age=9)
-    newer = run_of(tmp_path / "run-2", None, 3, 10, output="elsewhere/run")
-    run_of(tmp_path / "run-3", None)
-    run_of(tmp_path / "run-other", None, 50)
+    older = run_of(output, 2, 4, age=9)
+    newer = run_of(tmp_path / "run-2", 3, 10, output="elsewhere/run")
+    run_of(tmp_path / "run-3")
+    run_of(tmp_path / "run-other", 50)
 
     def origin(**train: Any) -> Origin:
-        return find_origin(config(output=str(output), **train), ())
+        return find_origin(config(output=str(output), **train))
 
     assert origin() == (None, None)
     found = (newer, newer / "checkpoint-10")
@@ -158,78 +141,30 @@ def test_what_a_run_goes_on_from(tmp_path: Path) -> None:
         origin(resume=str(tmp_path / "run-3"))
     nowhere = str(tmp_path / "nowhere")
     assert origin(resume=nowhere) == (None, Path(nowhere))
-    assert find_origin(config(output=nowhere, resume="auto"), ()) == (None, None)
+    assert find_origin(config(output=nowhere, resume="auto")) == (None, None)
     # A job of runs/gpt went on with runs/gpt-2, which was a job of its own.
     own, other = tmp_path / "gpt", tmp_path / "gpt-2"
-    run_of(other, None, 8, output=str(other))
+    run_of(other, 8, output=str(other))
     values = config(output=str(own), resume="auto")
-    assert find_origin(values, ()) == (None, None)
-    run_of(own, None, 4, output="runs/gpt", age=9)
-    assert find_origin(values, ()) == (own, own / "checkpoint-4")
+    assert find_origin(values) == (None, None)
+    run_of(own, 4, output="runs/gpt", age=9)
+    assert find_origin(values) == (own, own / "checkpoint-4")
     (other / "manifest.json").unlink()  # somebody has put checkpoints there
-    assert find_origin(values, ()) == (own, own / "checkpoint-4")
-    of_other = find_origin(config(output=str(other), resume="auto"), ())
+    assert find_origin(values) == (own, own / "checkpoint-4")
+    of_other = find_origin(config(output=str(other), resume="auto"))
     assert of_other == (other, other / "checkpoint-8")
 
 
-ODD_MANIFESTS = ["[", "[]", "3", '{"launches": 3}', '{"launches": [3]}', "[" * 10**5]
+ODD_MANIFESTS = ["[", "3", "[" * 10**5, "{}", '{"config": {"train": {"output": 3}}}']
 
 
-@pytest.mark.parametrize("content", [*ODD_MANIFESTS, "{}", '{"config": {"train": {"output": 3}}}'])
+@pytest.mark.parametrize("content", ODD_MANIFESTS)
 def test_an_odd_manifest_is_refused_by_its_name(tmp_path: Path, content: str) -> None:
     """It was a TypeError, after the folder was changed."""
-    run = run_of(tmp_path / "run", None, 4)
+    run = run_of(tmp_path / "run", 4)
     (run / "manifest.json").write_text(content)
-    for resume in ("auto", str(run)) if content in ODD_MANIFESTS else ("auto",):
-        with pytest.raises(ConfigError, match=f": {re.escape(str(run / 'manifest.json'))} "):
-            find_origin(config(output=str(run), resume=resume), ())
-
-
-def test_a_restart_goes_on_with_the_run_of_its_launch(tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    own, other = run_of(output, "job", 4, age=9), run_of(tmp_path / "run-2", "another job", 8)
-    went_on = (own, own / "checkpoint-4")
-    for resume in (None, str(other), "auto", str(tmp_path / "nowhere")):
-        values = config(output=str(output), resume=resume)
-        assert find_origin(values, RESTARTED) == went_on
-    assert find_origin(config(output=str(output)), ("a first start",)) == (None, None)
-    assert find_origin(config(output=str(tmp_path / "new")), RESTARTED) == (None, None)
-    # Before the first checkpoint it begins as configured.
-    own = run_of(tmp_path / "begun", "job")
-    for resume, checkpoint in ((None, None), (str(other), other / "checkpoint-8")):
-        found = find_origin(config(output=str(own), resume=resume), RESTARTED)
-        assert found == (own, checkpoint)
-
-
-def test_a_manifest_has_all_launches_and_a_second_run_of_one_process_is_no_restart(
-    tmp_path: Path,
-) -> None:
-    run, values = tmp_path / "run", config(output=str(tmp_path / "run"))
-    run.mkdir()
-    noted = with_launch(run, {"a": 1}, launch=["job"], first_step=1, checkpoint=None)
-    (run / "manifest.json").write_text(json.dumps(noted))
-    assert find_origin(values, ("job",)) == (None, None)
-    noted["launches"][0]["process"] = "gone"
-    (run / "manifest.json").write_text(json.dumps(noted))
-    assert find_origin(values, ("job",)) == (run, None)
-    checkpoint = Path("run/checkpoint-4")
-    noted = with_launch(run, {"a": 2}, launch=["job"], first_step=5, checkpoint=checkpoint)
-    assert noted["a"] == 1
-    assert [launch["first_step"] for launch in noted["launches"]] == [1, 5]
-    assert [launch["launch"] for launch in noted["launches"]] == [["job"], ["job"]]
-    assert noted["launches"][1]["checkpoint"] == "run/checkpoint-4"
-
-
-def test_a_launch_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch_of({}) == launch_of({LAUNCH: "of another torchrun"}) == ""
-    torchrun = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0"}
-    assert launch_of({**torchrun, LAUNCH: "drawn"}) == "drawn"
-    # Two launches of one --rdzv-id have other processes.
-    own = launch_of(torchrun)
-    assert own == launch_of({**torchrun, "TORCHELASTIC_RESTART_COUNT": "1"}) != ""
-    monkeypatch.setattr(os, "getppid", os.getpid)
-    assert launch_of(torchrun) != own
-    assert process(os.getpid()) == launch_of(torchrun)
+    with pytest.raises(ConfigError, match=f": {re.escape(str(run / 'manifest.json'))} "):
+        find_origin(config(output=str(run), resume="auto"))
 
 
 @pytest.mark.parametrize("error", [FileExistsError("a file of the reporter"), ValueError("odd")])
@@ -253,16 +188,6 @@ def test_runs_have_folders_of_their_own_and_a_reporter_that_fails_leaves_none(
     assert names(tmp_path) == ["run", "run-2"]
 
 
-def test_reports_of_failures_are_those_of_the_last_launch(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", "job", 4)
-    for name in ("failure.txt", "failure-rank1.txt"):
-        (run / name).write_text(name)
-    for _ in range(2):
-        continue_run_folder(config(), run, 4, lambda _: None)
-    assert names(run) == ["checkpoint-4", "failures-of-launch-2", "manifest.json"]
-    assert names(run / "failures-of-launch-2") == ["failure-rank1.txt", "failure.txt"]
-
-
 def test_a_manifest_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").mkdir()
     with pytest.raises(OSError, match="manifest"):
@@ -283,7 +208,7 @@ time.sleep(100)
 
 def test_one_process_works_in_a_folder(tmp_path: Path) -> None:
     """It is free again when the process is killed, though a worker of the process lives on."""
-    run = run_of(tmp_path / "run", None, 4)
+    run = run_of(tmp_path / "run", 4)
     values = config(output=str(run), resume="auto")
     with subprocess.Popen(
         [sys.executable, "-c", HOLDING, str(run)], stdout=subprocess.PIPE, start_new_session=True
@@ -294,10 +219,10 @@ def test_one_process_works_in_a_folder(tmp_path: Path) -> None:
             with pytest.raises(HeldError, match=f"is in use by process {process.pid} on .* since "):
                 RunLock(run)
             with pytest.raises(ConfigError, match=r"train\.resume = 'auto': .* is in use by "):
-                locked_origin(values, ())
+                locked_origin(values)
             process.kill()
             process.wait()
-            *origin, lock = locked_origin(values, ())
+            *origin, lock = locked_origin(values)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
     assert origin == [run, run / "checkpoint-4"]
@@ -313,8 +238,8 @@ def test_a_file_system_without_locks_is_noted(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
-    run = run_of(tmp_path / "run", None, 4)
-    *_, lock = locked_origin(config(output=str(run), resume=str(run)), ())
+    run = run_of(tmp_path / "run", 4)
+    *_, lock = locked_origin(config(output=str(run), resume=str(run)))
     assert lock is not None
     assert lock.notes == (
         f"{run} cannot be locked (No locks available): start no other job with it",
