@@ -30,7 +30,7 @@ from pipegrad.errors import ConfigError, causes_of, reason, root_of
 from pipegrad.train.config import Config, beside, path_of
 
 TOKENIZER = "tokenizer.json"  # in a directory of transformers
-_VERSION = 1  # of what `_pieces` makes of a file
+_VERSION = 2  # of what `_pieces` makes of a file
 _FEWEST_TOKENS = 2  # a token and its successor
 _LINES, _DOCUMENTS = 10_000, 256  # so many are encoded at once, in some 100 KB
 _SHUFFLED = 1000  # sequences of a stream that wait in memory, of which one is drawn
@@ -103,16 +103,17 @@ class FileTokenizer(Tokenizer):
 
     def _ends(self) -> frozenset[int]:
         """Returns where `generate` of transformers ends a text of the model in this directory."""
-        for name in ("generation_config.json", "config.json"):
-            if (path := self._path.with_name(name)).is_file():
-                try:
-                    found = json.loads(run_files.read(path)).get("eos_token_id")
-                except (OSError, ValueError, AttributeError) as error:
-                    complaint = f"{path} cannot be read: {reason(error)}"
-                    self._config.refuse("data.tokenizer", complaint, cause=error)
-                if found is not None:
-                    listed = found if isinstance(found, list) else [found]
-                    return frozenset(token for token in listed if isinstance(token, int))
+        for path in map(self._path.with_name, ("generation_config.json", "config.json")):
+            try:
+                found = json.loads(run_files.read(path)).get("eos_token_id")
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, AttributeError) as error:
+                complaint = f"{path} cannot be read: {reason(error)}"
+                self._config.refuse("data.tokenizer", complaint, cause=error)
+            if found is not None:
+                listed = found if isinstance(found, list) else [found]
+                return frozenset(token for token in listed if isinstance(token, int))
         return frozenset()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
@@ -246,7 +247,7 @@ def streamed(config: Config) -> Callable[..., Iterator[Tensor]]:
     def sequences(sources: list[str]) -> Iterator[dict[str, Tokens]]:
         rest = np.zeros(0, tokenizer.dtype)
         for piece in _pieces(config, key, sources, tokenizer):
-            tokens = np.concatenate([rest, np.frombuffer(piece["tokens"], tokenizer.dtype)])
+            tokens = np.concatenate([rest, piece["tokens"]])
             starts = range(0, len(tokens) - length, length)
             rest = tokens[len(starts) * length :]
             yield from ({"tokens": tokens[start : start + length + 1]} for start in starts)
@@ -290,9 +291,8 @@ def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) 
     library = _library(config, key, "datasets")
     import pyarrow
 
-    # As bytes: the library would make lists of Python integers of tokens.
-    kinds = {"tokens": "large_binary", "digest": "string"}
-    features = library.Features({name: library.Value(kind) for name, kind in kinds.items()})
+    tokens = library.LargeList(library.Value(tokenizer.dtype))
+    features = library.Features({"tokens": tokens, "digest": library.Value("string")})
     files = [f for s in map(Path, sources) for f in (sorted(s.iterdir()) if s.is_dir() else [s])]
     states = [(str(file.resolve()), file.stat()) for file in files]
     stamps = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in states]
@@ -316,23 +316,16 @@ def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) 
             f"{reason(cause)}; the environment variable HF_DATASETS_CACHE may name another folder",
             cause=error,
         )
-    table, dtype = pieces.with_format("arrow")[:], np.dtype(tokenizer.dtype)
-    tokens = []
-    for chunk in table["tokens"].chunks:
-        # A slice of its buffer stays mapped. A value of `chunk` would be a copy.
-        _, offsets, content = chunk.buffers()
-        ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
-        part = content.slice(int(ends[0]), int(ends[-1] - ends[0]))
-        numel, kind = len(part) // dtype.itemsize, pyarrow.from_numpy_dtype(dtype)
-        tokens.append(pyarrow.Array.from_buffers(kind, numel, [None, part]))
+    table = pieces.with_format("arrow")[:]
     digest = hashlib.sha256("".join(table["digest"].to_pylist()).encode()).hexdigest()
-    return pyarrow.chunked_array(tokens), digest
+    # Flat pieces stay mapped: they are no copies.
+    return pyarrow.chunked_array([chunk.flatten() for chunk in table["tokens"].chunks]), digest
 
 
 def _pieces(
     config: Config, key: str, sources: Sequence[str], tokenizer: Tokenizer
 ) -> Iterator[dict[str, Any]]:
-    """Yields the tokens of many documents, or lines, as bytes, and their digest."""
+    """Yields the tokens of many documents, or lines, and their digest."""
     end = config.data.separator
     separator = None if end is None else tokenizer.separator(end)
     for source in sources:
@@ -341,8 +334,8 @@ def _pieces(
             encoded = tokenizer.encode(texts)
             if separator is not None:
                 encoded = [part for tokens in encoded for part in (tokens, separator)]
-            tokens = np.concatenate(encoded).tobytes()
-            yield {"tokens": tokens, "digest": hashlib.sha256(tokens).hexdigest()}
+            tokens = np.concatenate(encoded)
+            yield {"tokens": tokens, "digest": hashlib.sha256(tokens.tobytes()).hexdigest()}
             is_empty = False
         if is_empty:
             config.refuse(key, f"{source} has no text")

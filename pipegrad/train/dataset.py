@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import default_convert
 
 from pipegrad.errors import ConfigError, PipegradError, in_words
 from pipegrad.train.config import Config
@@ -115,46 +116,49 @@ class Batches:
 
     def _epochs(self) -> Iterator[Pair]:
         """Yields the batches of all epochs."""
-        seed, number, dtypes = self._config.train.seed, 1, list[torch.dtype]()
-        takes, bound = parameters_of(self._function), getattr(self._function, "keywords", {})
-        iterable: Any = None
-        iterator: Iterator[Any] = iter(())
-        for epoch in count(1):
-
-            def begin(epoch: int = epoch) -> object:
-                nonlocal iterable, iterator
-                # An iterator can be used only once. So can the batches of one epoch.
-                if iterable is None or iterator is iterable or "epoch" in takes:
-                    known = self._known | {"epoch": epoch, "seed": seed}
-                    passed = {n: x for n, x in known.items() if n in takes and n not in bound}
-                    iterable = self._function(**passed)
-                iterator = iter(iterable)
-                return next(iterator, _END)
-
-            batch = self._call(number, mixed(seed, epoch), begin)
-            if batch is _END and self._repeat:
+        seed, data_rank = self._config.train.seed, self._known["data_rank"]
+        returned, epoch, number, is_first = self._returned(), 1, 1, True
+        while True:
+            numbers = (seed, epoch) if is_first else (seed, number, data_rank)
+            batch = self._seeded(mixed(*numbers), number, returned)
+            if batch is not _END:
+                pair = self._pair(number, batch)
+                if pair is None:
+                    return
+                yield pair
+                number, is_first = number + 1, False
+                continue
+            if not self._repeat:
+                return
+            if is_first:
                 after = f" after {number - 1} batches" if number > 1 else ""
                 self._config.refuse(
                     self._key,
                     f"the function has no batch in epoch {epoch}{after}: return an iterable "
                     f"that begins anew each time it is called, with a batch or more",
                 )
-            while batch is not _END:
-                pair = self._pair(number, batch, dtypes)
-                if pair is None:
-                    return
-                yield pair
-                number += 1
-                here = mixed(seed, number, self._known["data_rank"])
-                batch = self._call(number, here, lambda: next(iterator, _END))
-            if not self._repeat:
-                return
+            epoch, is_first = epoch + 1, True
 
-    def _call(self, number: int, seed: int, function: Callable[[], object]) -> object:
-        """Returns what code of the user returns, with seeds."""
+    def _returned(self) -> Iterator[object]:
+        """Yields what the function's batches are, with `_END` behind each epoch."""
+        takes, bound = parameters_of(self._function), getattr(self._function, "keywords", {})
+        iterable: Any = None
+        iterator: Any = None
+        for epoch in count(1):
+            # An iterator can be used only once. So can the batches of one epoch.
+            if iterator is iterable or "epoch" in takes:
+                known = {**self._known, "epoch": epoch, "seed": self._config.train.seed}
+                passed = {n: x for n, x in known.items() if n in takes and n not in bound}
+                iterable = self._function(**passed)
+            iterator = iter(iterable)
+            yield from iterator
+            yield _END
+
+    def _seeded(self, seed: int, number: int, returned: Iterator[object]) -> object:
+        """Returns what code of the user returns next, with seeds."""
         try:
             with _seeded(seed):
-                return function()
+                return next(returned)
         except ConfigError:  # of a stream of files
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
@@ -163,7 +167,7 @@ class Batches:
                 self._key, f"the function fails at batch {number}: {words}", cause=error
             )
 
-    def _pair(self, number: int, batch: object, dtypes: list[torch.dtype]) -> Pair | None:
+    def _pair(self, number: int, batch: object) -> Pair | None:
         """Returns a batch as inputs and targets; refuses one that cannot be trained on.
 
         None if it has too few rows, and others were measured before: then the measurement ends.
@@ -183,17 +187,6 @@ class Batches:
                 f"parallel.microbatches = {microbatches}: return batches, not single examples, and "
                 f"leave out a smaller batch at the end, as a DataLoader does with drop_last=True",
             )
-        dtypes += [] if dtypes else [inputs.dtype, pair[1].dtype]
-        for what, tensor, dtype in zip(
-            ("inputs", "targets"), (inputs, pair[1]), dtypes, strict=True
-        ):
-            if tensor.dtype != dtype:
-                self._config.refuse(
-                    self._key,
-                    f"the {what} of batch {number} are {_described(tensor)}, and those of the "
-                    f"first batch are of {str(dtype).removeprefix('torch.')}: all must be of one "
-                    f"dtype",
-                )
         return pair
 
 
@@ -218,7 +211,7 @@ def pair_of(batch: object, *, is_named: bool = False) -> Pair:
     Args:
         batch: Tokens ``(rows, length)``, whose targets are their successors; or a pair of inputs
             and targets; or a table of two, whose targets are called ``labels`` or ``target``.
-            Values may be tensors, arrays or lists.
+            Values may be tensors or arrays.
         is_named: Whether a model of transformers takes the inputs. A table may then have more
             names, and labels are shifted as the model does: a label is the target of the token
             before it. A ``target`` is not shifted. Without both the tokens are the labels, but for
@@ -228,19 +221,20 @@ def pair_of(batch: object, *, is_named: bool = False) -> Pair:
         TypeError: If it is anything else.
         ValueError: If numbers of rows or dimensions do not fit.
     """
-    table = _table(batch)
-    targets = [name for name in table if name in _TARGETS]
-    if is_named and len(table) > 1:
-        if INPUT_IDS not in table or len(targets) > 1:
-            raise TypeError(
-                f"it has the names {[*table]}: expected input_ids, and labels or target"
-            )
-    elif not table or len(table) > 2 or (len(table) == 2 and len(targets) != 1):
+    given: Any = default_convert(batch)
+    if isinstance(given, Tensor):
+        given = [given]
+    if isinstance(given, Sequence) and 1 <= len(given) <= 2:
+        given = dict(zip((INPUT_IDS, "target"), given, strict=False))
+    if not isinstance(given, Mapping) or not all(isinstance(x, Tensor) for x in given.values()):
         raise TypeError(
-            f"it has the names {[*table]}: expected one, of tokens, or two, of which one is of "
-            f"{[*_TARGETS]}: the first layer takes one tensor, so leave out the others"
+            f"it is {type(batch).__name__}: expected a tensor of tokens, a pair of inputs and "
+            f"targets, or a table of these, as tensors"
         )
-    named = {name: _tensor(value) for name, value in table.items()}
+    named = {str(name): tensor.detach() for name, tensor in given.items()}
+    targets = [name for name in named if name in _TARGETS]
+    if is_named and len(named) > 1:
+        return _shifted(named, targets)
     if len(named) == 1:
         [tokens] = named.values()
         if tokens.is_floating_point() or tokens.dim() != 2 or tokens.shape[1] < 2:
@@ -250,8 +244,11 @@ def pair_of(batch: object, *, is_named: bool = False) -> Pair:
             )
         inputs, target = tokens[:, :-1].long().contiguous(), tokens[:, 1:].long().contiguous()
         return {INPUT_IDS: inputs} if is_named else inputs, target
-    if is_named:
-        return _shifted(named, targets)
+    if len(named) != 2 or len(targets) != 1:
+        raise TypeError(
+            f"it has the names {[*named]}: expected one, of tokens, or two, of which one is of "
+            f"{[*_TARGETS]}: the first layer takes one tensor, so leave out the others"
+        )
     target = named.pop(targets[0])
     [inputs] = named.values()
     if not inputs.dim() or not target.dim() or len(inputs) != len(target):
@@ -266,6 +263,8 @@ def pair_of(batch: object, *, is_named: bool = False) -> Pair:
 
 def _shifted(named: dict[str, Tensor], targets: list[str]) -> Pair:
     """Returns inputs by name, and targets, which are shifted unless they are called so."""
+    if INPUT_IDS not in named or len(targets) > 1:
+        raise TypeError(f"it has the names {[*named]}: expected input_ids, and labels or target")
     tokens = named[INPUT_IDS] = named[INPUT_IDS].long()
     if targets:
         target = named.pop(targets[0]).long()
@@ -280,45 +279,6 @@ def _shifted(named: dict[str, Tensor], targets: list[str]) -> Pair:
     if not targets or targets[0] == _LABELS:
         target = functional.pad(target[:, 1:], (0, 1), value=_IGNORED)
     return named, target
-
-
-def _table(batch: object) -> dict[str, object]:
-    """Returns the tensors of a batch by name."""
-    if isinstance(batch, Mapping):
-        return {str(name): value for name, value in batch.items()}
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        if not batch or not all(isinstance(value, Tensor | np.ndarray) for value in batch):
-            return {INPUT_IDS: batch}  # tokens as lists
-        if len(batch) > 2:
-            raise TypeError(
-                f"it has {len(batch)} tensors: expected tokens, or inputs and targets: the first "
-                f"layer takes one tensor"
-            )
-        return dict(zip((INPUT_IDS, "target"), batch, strict=False))
-    if isinstance(batch, Tensor | np.ndarray):
-        return {INPUT_IDS: batch}
-    raise TypeError(
-        f"it is {'None' if batch is None else type(batch).__name__}: expected a tensor of tokens, "
-        f"a pair of inputs and targets, or a table of these"
-    )
-
-
-def _tensor(value: object) -> Tensor:
-    """Returns a tensor, array or list as a tensor."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, np.ndarray):
-        value = np.array(value)  # torch cannot share memory that is read-only or runs backwards
-    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-        raise TypeError(
-            f"a list of {len(value)} tensors in it: expected one tensor; a DataLoader makes such "
-            f"lists of examples that are lists: make tensors of them first"
-        )
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        kind = type(value).__name__
-        raise TypeError(f"a {kind} in it is no tensor: {error}: rows need one length") from error
 
 
 def _described(tensor: Tensor) -> str:

@@ -29,7 +29,7 @@ def listed(
     kinds: dict[str, list[Any]] = {
         "tensor": batches,
         "pair": [(x[:, :-1], x[:, 1:]) for x in batches],
-        "table": [{"input_ids": x[:, :-1].numpy(), "labels": x[:, 1:].tolist()} for x in batches],
+        "table": [{"input_ids": x[:, :-1].numpy(), "labels": x[:, 1:]} for x in batches],
     }
     return kinds[kind]
 
