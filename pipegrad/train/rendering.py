@@ -6,7 +6,8 @@ help.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -22,7 +23,7 @@ from pipegrad.simulation.timeline import in_time
 from pipegrad.train.summary import UNIT_COSTS_IN_WORDS
 
 _MIB = 2**20
-_ROWS, _WIDTH = 16, 96  # of the grid, and of long tables
+_ROWS, _WIDTH = 16, 96  # of long tables, and of the grid
 _GRID_LEGEND = (
     "F forward, B backward, I and W the two parts of a split backward: 2F0 is stage 2, forward, "
     "microbatch 0. A column is one action; an empty cell is idle."
@@ -46,14 +47,30 @@ def make_console(*, quiet: bool = False) -> Console:
     return console
 
 
-def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
-    """Returns a table whose only line is below its head."""
+def table(
+    columns: Iterable[str], rows: Iterable[Iterable[object]], most: int = sys.maxsize
+) -> Table:
+    """Returns a table whose only line is below its head.
+
+    Args:
+        columns: Its head.
+        rows: Its cells.
+        most: Of more rows than that, those in the middle are left out.
+    """
     text_table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         text_table.add_column(printable(column), overflow="fold")
-    for row in rows:
+    for row in _ends_of([*rows], most, lambda number: [f"... {number} more"]):
         text_table.add_row(*(printable(str(cell)) for cell in row))
     return text_table
+
+
+def _ends_of(items: list[Any], most: int, left_out: Callable[[int], Any]) -> list[Any]:
+    """Returns the first and last items of many, and what says how many are left out."""
+    if len(items) <= most:
+        return items
+    half = most // 2
+    return [*items[:half], left_out(len(items) - 2 * half), *items[-half:]]
 
 
 def rendered_summary(summary: Mapping[str, Any], schedule: Schedule) -> Iterator[RenderableType]:
@@ -96,58 +113,30 @@ def rendered_summary(summary: Mapping[str, Any], schedule: Schedule) -> Iterator
 
 
 def _grid(schedule: Schedule) -> list[str]:
-    """Returns the grid, with its middle left out if it is wider than a terminal."""
-    ticks, num_ranks = schedule.ticks, schedule.num_ranks
-    length = 1 + max(ticks.values())
-    cell = max(len(str(action)) for action in ticks) + 1
-    columns = _WIDTH // cell
-    shown = list(range(length))
-    if length > columns:
-        shown = [*range(columns // 2), *range(length - columns // 2, length)]
-    rows = _kept(num_ranks)
-    at = {(schedule.stage_to_rank[a.stage], tick): str(a) for a, tick in ticks.items()}
-    width = len(str(num_ranks - 1))
-    lines = []
-    for rank in rows:
-        cells = [at.get((rank, tick), "").ljust(cell) for tick in shown]
-        if length > columns:
-            cells.insert(columns // 2, "... ")
-        lines.append(f"rank {rank:<{width}}  {''.join(cells)}".rstrip())
-    if len(rows) < num_ranks:
-        lines.insert(_ROWS // 2, f"... {num_ranks - len(rows)} ranks ...")
-    return lines
-
-
-def _kept(count: int) -> list[int]:
-    """Returns which rows of many are shown: the first and the last ones."""
-    if count <= _ROWS:
-        return list(range(count))
-    return [*range(_ROWS // 2), *range(count - _ROWS // 2, count)]
-
-
-def _rows(entries: Sequence[Any], row: Any) -> list[list[object]]:  # noqa: ANN401
-    rows = [row(entries[index]) for index in _kept(len(entries))]
-    if len(rows) < len(entries):
-        rows.insert(
-            _ROWS // 2, [f"... {len(entries) - len(rows)} more"] + [""] * (len(rows[0]) - 1)
-        )
-    return rows
+    """Returns the grid; of a large one, what is in its middle is left out."""
+    lines, shown = f"{schedule}".split("\n"), list[str]()
+    width = max(map(len, lines))  # so that a column is the same time in all rows
+    for line in lines:
+        kept = _ends_of([*line.ljust(width)], _WIDTH, lambda _: " ... ")
+        shown.append("".join(kept).rstrip())
+    return _ends_of(shown, _ROWS, lambda number: f"... {number} ranks ...")
 
 
 def _stages(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield table(
         ["stage", "ranks", "layers", "parameters", "elements", "MiB"],
-        _rows(
-            summary["stages"],
-            lambda stage: [
+        (
+            [
                 stage["stage"],
                 ranks_in_words(stage["ranks"]),
-                _ends(stage["layers"]),
+                " .. ".join(dict.fromkeys((stage["layers"][0], stage["layers"][-1]))),
                 stage["parameters"],
                 f"{stage['elements']:,}",
                 f"{stage['bytes'] / _MIB:.2f}",
-            ],
+            ]
+            for stage in summary["stages"]
         ),
+        _ROWS,
     )
 
 
@@ -157,9 +146,8 @@ def _ranks(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
             "rank", "stages", "parameter MiB", "gradient", "live", "buffers",
             "bubble", "collectives", "reduced", "synced",
         ],
-        _rows(
-            summary["pipeline_ranks"],
-            lambda rank: [
+        (
+            [
                 rank["pipeline_rank"],
                 ", ".join(map(str, rank["stages"])),
                 *(_mib(rank[f"{name}_bytes"]) for name in ("parameter", "gradient")),
@@ -169,8 +157,10 @@ def _ranks(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
                 rank["collectives"],
                 _mib(rank["reduced_bytes"]),
                 _mib(rank["published_bytes"]),
-            ],
+            ]
+            for rank in summary["pipeline_ranks"]
         ),
+        _ROWS,
     )  # fmt: skip
     schedule = summary["schedule"]
     unit = schedule["time_unit"]
@@ -215,10 +205,6 @@ def _source(identity: Mapping[str, Any]) -> str:
     return f"{identity['name']} ({where}{options})"
 
 
-def _ends(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-
-
 def ranks_in_words(spans: Sequence[Sequence[int]]) -> str:
     """Returns spans as text: ``0-15``, and ``0-4080:16`` for every 16th rank."""
     return ", ".join(
@@ -231,10 +217,9 @@ def rendered_explanation(explanation: Explanation) -> Iterator[RenderableType]:
     """Yields where a step went, why, and what would help."""
     breakdown = explanation.breakdown
     yield sentence(explanation)
-    shown = _kept(len(breakdown.ranks))
-    yield table(breakdown.columns(), breakdown.rows(shown))
-    if len(shown) < len(breakdown.ranks):
-        yield f"{len(shown)} of {len(breakdown.ranks)} ranks; --json prints all"
+    yield table(breakdown.columns(), breakdown.rows(), _ROWS)
+    if len(breakdown.ranks) > _ROWS:
+        yield "--json prints all ranks"
     yield (
         f"step {breakdown.step} took {in_time(breakdown.seconds)}. What decided when it ended: "
         f"{explanation.path}"

@@ -18,7 +18,7 @@ from pipegrad.pipeline.wiring import synced_stages
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.registry import ResolvedPlugin, redacted
-from pipegrad.schedules import Kind, Program, Proof, Schedule, lower, verify
+from pipegrad.schedules import Program, Proof, lower, verify
 from pipegrad.schedules.program.program import Item, Op
 from pipegrad.simulation.choose import cut_at
 from pipegrad.simulation.costs import CollectiveCosts, Costs, StageCosts
@@ -28,7 +28,6 @@ from pipegrad.topology import Topology
 from pipegrad.train.job import Job
 
 Span = tuple[int, int, int]  # first, last, step
-_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 _UNIT_COSTS = StageCosts(forward_seconds=1, backward_seconds=2, weight_seconds=1)
 UNIT_COSTS_IN_WORDS = "F 1, B 2, I 1, W 1, and nothing for sending"
 
@@ -51,9 +50,20 @@ def make_summary(
     topology = job.topology()
     plans = job.plans(manifest, ranks=topology.one_replica)
     program = lower(job.schedule)
-    if costs is not None:
-        costs = with_codecs(_of_job(job, plans, program, costs), job.codecs, program)
-    proof, times = verify(program), _times(program, costs)
+    proof, own = verify(program), _of_job(job, plans, program, costs)
+    result = simulate(program, own, records=False)
+    step = result.step_seconds[0]
+    busy = [
+        sum(own.stages[action.stage].seconds(action.kind) for action in actions)
+        for actions in job.schedule.actions
+    ]
+    times = {
+        "stage_to_rank": list(job.schedule.stage_to_rank),
+        "time_unit": "seconds" if costs else "units",
+        "step_time": step,
+        "bubble": [1 - seconds / step if step else 0.0 for seconds in busy],
+        "peak_bytes": list(result.peak_bytes) if costs else None,
+    }
     views = _views(job, topology)
     stages = [_stage(views, cut, manifest, stage) for stage in sorted(cut.modules)]
     buckets = {bucket.index: bucket for plan in plans.values() for bucket in plan.buckets}
@@ -72,7 +82,7 @@ def make_summary(
         "stages": stages,
         "ties": list(_ties(job, manifest)),
         "routes": list(_routes(job, manifest, plans)),
-        "links": list(_links(program, costs)),
+        "links": list(_links(program, own if costs else None)),
         "pipeline_ranks": list(_pipeline_ranks(job, stages, plans, proof, times["bubble"])),
         "collectives": sum(n for n, _ in _launched(buckets.values(), topology)),
         "reduced_bytes": sum(nbytes for _, nbytes in _launched(buckets.values(), topology)),
@@ -179,29 +189,23 @@ def predicted(job: Job, manifest: Manifest, costs: Costs | None = None) -> Timel
         ScheduleError: If the costs are not those of the job's stages.
     """
     program, plans = lower(job.schedule), job.plans(manifest, ranks=job.topology().one_replica)
-    own = with_codecs(_of_job(job, plans, program, costs), job.codecs, program)
-    timeline = simulate(program, own).timeline
+    timeline = simulate(program, _of_job(job, plans, program, costs)).timeline
     assert timeline is not None
     if costs is not None:
         return timeline
     return replace(timeline, time_unit="units", notes={"costs": UNIT_COSTS_IN_WORDS})
 
 
-def _of_stages(program: Program, costs: Costs | None) -> Costs:
-    """Returns the costs of a program's stages and chunks; costs of smaller stages are merged."""
+def _of_job(job: Job, plans: Mapping[int, Plan], program: Program, costs: Costs | None) -> Costs:
+    """Returns the costs of a job's stages and chunks, its reductions, and its codecs.
+
+    Costs of smaller stages are merged. A reduction that the costs do not have takes no time.
+    """
     number = len(program.schedule.stage_to_rank)
     costs = costs or Costs(stages=(_UNIT_COSTS,) * number)
     size, rest = divmod(len(costs.stages), number)
     own = costs if rest or not size else cut_at(costs, range(size, number * size, size))
-    return own.of_chunks(program.schedule.chunks)
-
-
-def _of_job(job: Job, plans: Mapping[int, Plan], program: Program, costs: Costs | None) -> Costs:
-    """Returns the costs of a job's stages, and of the reductions that its plans have.
-
-    A reduction that the costs do not have takes no time.
-    """
-    own = _of_stages(program, costs)
+    own = own.of_chunks(program.schedule.chunks)
     reductions = {
         name: replace(
             own.collectives.get(name, CollectiveCosts()),
@@ -211,26 +215,7 @@ def _of_job(job: Job, plans: Mapping[int, Plan], program: Program, costs: Costs 
         )
         for name, planned in reductions_in(plans.values(), job.topology()).items()
     }
-    return replace(own, collectives=reductions)
-
-
-def _times(program: Program, costs: Costs | None) -> dict[str, Any]:
-    """Returns how long a step takes, and how much of it a pipeline rank is idle."""
-    schedule, own = program.schedule, _of_stages(program, costs)
-    result = simulate(program, own, records=False)
-    step = result.step_seconds[0]
-    return {
-        "stage_to_rank": list(schedule.stage_to_rank),
-        "time_unit": "seconds" if costs else "units",
-        "step_time": step,
-        "bubble": [1 - busy / step if step else 0.0 for busy in _busy(schedule, own)],
-        "peak_bytes": list(result.peak_bytes) if costs else None,
-    }
-
-
-def _busy(schedule: Schedule, costs: Costs) -> list[float]:
-    seconds = [{kind: stage.seconds(kind) for kind in _KINDS} for stage in costs.stages]
-    return [sum(seconds[a.stage][a.kind] for a in actions) for actions in schedule.actions]
+    return with_codecs(replace(own, collectives=reductions), job.codecs, program)
 
 
 def _views(job: Job, topology: Topology) -> list[Topology]:
