@@ -1,11 +1,11 @@
 """Dataset: the batches that a user's function returns, one for each step.
 
-[Note: batches of a function] The rank of the first stage needs the inputs of a batch, and the rank
-of the last stage its targets. Each of them calls the function and takes every batch itself, so
-nothing is sent. Both must get the same batches. So all generators of random numbers get a seed
-when the function's code runs: when an epoch begins it depends on ``train.seed`` and the epoch,
-and for each later batch also on the data rank and the number of the batch. The training draws the
-same numbers as without a function. Ranks compare a digest of every batch before its step (`Feed`).
+[Note: batches of a function] Each rank calls the function and takes every batch itself, so nothing
+is sent. The ranks of a pipeline must get the same batches. So all generators of random numbers get
+a seed when the function's code runs: when an epoch begins it depends on ``train.seed`` and the
+epoch, and for each later batch also on the data rank and the number of the batch. The training
+draws the same numbers as without a function. Ranks compare a digest of every batch before its step
+(`Feed`).
 
 A run that goes on from a checkpoint takes all batches of the steps before it, and drops them. Their
 seeds are the same again, so the batch of a step does not depend on where the run began. The state

@@ -20,7 +20,8 @@ from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
 from pipegrad.train.corpus import Tokenizer, mixed
-from pipegrad.train.feed import Feed, named_inputs, placed, takes_inputs
+from pipegrad.train.feed import Feed
+from pipegrad.train.job import Job
 
 _RECORDED = 3, 8  # last steps of a run: a half of all, at least and at most so many
 
@@ -29,7 +30,7 @@ class Evaluation:
     """Measures held-out data and continues a text. All ranks make it, and call it, together.
 
     Args:
-        config: The configuration.
+        job: The job.
         scheduler: The pipeline.
         feed: Held-out batches; None if nothing is measured.
         tokenizer: Makes and reads tokens; None if no text is continued.
@@ -39,7 +40,7 @@ class Evaluation:
 
     def __init__(
         self,
-        config: Config,
+        job: Job,
         scheduler: Scheduler,
         *,
         feed: Feed | None,
@@ -47,11 +48,11 @@ class Evaluation:
         length: int,
         device: torch.device,
     ) -> None:
-        self._config, self._scheduler, self._length = config, scheduler, length
+        self._job, self._config = job, job.config
+        self._scheduler, self._length = scheduler, length
         self._feed, self._tokenizer = feed, tokenizer
         self._device = device
         topology = scheduler.topology
-        self._takes_inputs = takes_inputs(config, topology)
         has_last = topology.num_stages - 1 in topology.local_stages
         others = tuple(name for name, _ in topology.axes if name != topology.pipeline)
         # Along other dimensions ranks have the same sample. One of them sends its tokens.
@@ -94,7 +95,8 @@ class Evaluation:
         feed.compare()
         if feed.has_ended:
             return None
-        inputs, target = feed.placed(self._device)
+        assert feed.pair is not None
+        inputs, target = self._job.placed(feed.pair, self._device)
         result = self._scheduler.evaluate(inputs, target=target, outputs=False)
         return result.loss.item()
 
@@ -114,8 +116,8 @@ class Evaluation:
         window = torch.tensor(context)
         # Each microbatch needs a row.
         rows = window.expand(self._scheduler.schedule.num_sequences, -1)
-        inputs = placed(named_inputs(self._config, rows), self._device)
-        outputs = self._scheduler.evaluate(inputs if self._takes_inputs else None).outputs
+        inputs, _ = self._job.placed((rows, rows), self._device)
+        outputs = self._scheduler.evaluate(inputs).outputs
         token = torch.zeros(1, dtype=torch.int64, device=self._device)
         if self._draws:
             logits = outputs[0][0, len(window) - 1, : tokenizer.size].float().cpu()

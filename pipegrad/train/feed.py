@@ -28,13 +28,12 @@ from pipegrad.train.corpus import (
     tokenizer_file,
     tokenizer_of,
 )
-from pipegrad.train.dataset import INPUT_IDS, Batches, Inputs, MakeBatches, Pair
+from pipegrad.train.dataset import Batches, MakeBatches, Pair
 from pipegrad.train.job import Job
 
 _READ_SECONDS = 4 * 3600.0  # timeout for the slowest machine to make tokens of its text
 _SLOW_SECONDS = 3600.0  # timeout for the slowest rank to come to its first batch
 _READY, _ENDED, _FAILED = range(3)
-_NOTHING = -1.0  # the digest on a rank that needs no data
 _DIGEST_BYTES = 2**20  # of each tensor; the rest of a large one is not compared
 
 
@@ -114,7 +113,7 @@ def make_feed(job: Job, topology: Topology, texts: Texts, *, held_out: bool = Fa
     if function is not None:
         ranks = {"data_rank": data_rank, "num_data_ranks": job.num_shares}
         batches = Batches(config, key, function, **ranks, repeat=not held_out)
-        return Feed(config, topology, batches.batch, key)
+        return Feed(topology, batches.batch, key)
     corpus, size = texts.held_out if held_out else texts.training, config.data.batch_size
     assert corpus is not None
     share = {"size": size, "share": data_rank, "num_shares": job.num_shares}
@@ -125,41 +124,25 @@ def make_feed(job: Job, topology: Topology, texts: Texts, *, held_out: bool = Fa
     )
 
     def source(number: int) -> tuple[Pair, int] | None:
-        if (pair := draw(number)) is None:
-            return None
-        tokens, target = pair
-        return (named_inputs(config, tokens), target), number * target.numel()
+        pair = draw(number)
+        return None if pair is None else (pair, number * pair[1].numel())
 
-    return Feed(config, topology, source, key)
-
-
-def takes_inputs(config: Config, topology: Topology) -> bool:
-    """Whether stages of this rank take the inputs of a batch.
-
-    All stages of a model of transformers do: each makes masks and positions from them.
-    """
-    return config.model.is_transformers or 0 in topology.local_stages
-
-
-def named_inputs(config: Config, tokens: Tensor) -> Inputs:
-    """Returns tokens as the model takes them."""
-    return {INPUT_IDS: tokens} if config.model.is_transformers else tokens
+    return Feed(topology, source, key)
 
 
 class Feed:
-    """The batches of this rank. Every rank has one, also a rank that needs no data.
+    """The batches of this rank.
 
     Args:
-        config: The configuration.
-        topology: Says which ranks have the same data, and what the stages of this rank take.
+        topology: Says which ranks have the same data.
         source: Returns a batch by its number, from 1, and how many elements the targets of all
-            batches up to it have; None if there are no more. Not called on a rank without need.
+            batches up to it have; None if there are no more.
         what: What the batches are, for messages.
 
     Attributes:
         what: As above.
         number: Of the batch that was fetched last.
-        pair: Inputs and targets of this batch; None on a rank that needs no data.
+        pair: Inputs and targets of this batch; None if there is none.
         reply: What other ranks need to know of the batch.
         replies: By rank, its `reply`. Who fetches a batch without `begin` sets it.
         elements: Elements of the targets of the compared batch, all data ranks together.
@@ -169,15 +152,9 @@ class Feed:
     """
 
     def __init__(
-        self,
-        config: Config,
-        topology: Topology,
-        source: Callable[[int], tuple[Pair, int] | None],
-        what: str,
+        self, topology: Topology, source: Callable[[int], tuple[Pair, int] | None], what: str
     ) -> None:
-        self._takes_inputs = takes_inputs(config, topology)
-        self._takes_target = topology.num_stages - 1 in topology.local_stages
-        self._source = source if self._takes_inputs or self._takes_target else None
+        self._source = source
         self.what = what
         by_data: dict[int, list[int]] = {}
         for rank in topology.ranks:
@@ -209,17 +186,14 @@ class Feed:
     def fetch(self, number: int) -> None:
         """Fetches a batch. If that fails, `compare` raises the error. Local."""
         self.number, self.pair, self._error = number, None, None
-        self.reply = [_READY, _NOTHING, 0, 0]
-        if self._source is None:
-            return
         try:
             batch = self._source(number)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - `compare` raises it on all ranks
             self._error = error
-            self.reply = [_FAILED, _NOTHING, 0, 0]
+            self.reply = [_FAILED, 0, 0, 0]
             return
         if batch is None:
-            self.reply = [_ENDED, _NOTHING, 0, 0]
+            self.reply = [_ENDED, 0, 0, 0]
         else:
             self.pair, seen = batch
             self.reply = [_READY, _digest_of(self.pair), self.pair[1].numel(), seen]
@@ -236,44 +210,25 @@ class Feed:
         if _FAILED in states:
             agree(f"batch {self.number} of {self.what}", self._raise)
         self.has_ended = _ENDED in states
-        batches = []
+        if self.has_ended:
+            return
         for ranks in self._by_data:
-            digests = {replies[r][1]: r for r in reversed(ranks) if replies[r][1] != _NOTHING}
-            if len(digests) > 1:
-                one, other, *_ = sorted(digests.values())
-                advice = "let the files be the same on all machines"
-                if self.what.endswith("dataset"):
-                    advice = (
-                        "let the function draw random numbers from torch, numpy and random alone, "
-                        "and go by data_rank, not by the rank"
+            for rank in ranks[1:]:
+                if replies[rank][1] != replies[ranks[0]][1]:
+                    advice = "let the files be the same on all machines"
+                    if self.what.endswith("dataset"):
+                        advice = (
+                            "let the function draw random numbers from torch, numpy and random "
+                            "alone, and go by data_rank, not by the rank"
+                        )
+                    raise StepError(
+                        f"batch {self.number} of {self.what} is another one on rank {rank} than "
+                        f"on rank {ranks[0]}, which need the same: {advice}"
                     )
-                raise StepError(
-                    f"batch {self.number} of {self.what} is another one on rank {other} than on "
-                    f"rank {one}, which need the same: {advice}"
-                )
-            batches.append({*digests})
-        self.is_repeated = len(batches) > 1 and all(batch == batches[0] for batch in batches)
-        self.elements, self.elements_seen = (
-            int(sum(max(replies[rank][column] for rank in ranks) for ranks in self._by_data))
-            for column in (2, 3)
-        )
-
-    def placed(
-        self, device: torch.device, pair: Pair | None = None
-    ) -> tuple[Inputs | None, Tensor | None]:
-        """Returns inputs and targets on a device; None for what this rank does not take.
-
-        Args:
-            device: Of this rank's stages.
-            pair: By default those of the batch that was fetched last.
-        """
-        if (pair := pair or self.pair) is None:
-            return None, None
-        inputs, target = pair
-        return (
-            placed(inputs, device) if self._takes_inputs else None,
-            target.to(device) if self._takes_target else None,
-        )
+        firsts = [replies[ranks[0]] for ranks in self._by_data]
+        self.is_repeated = len(firsts) > 1 and len({digest for _, digest, *_ in firsts}) == 1
+        self.elements = int(sum(elements for *_, elements, _ in firsts))
+        self.elements_seen = int(sum(seen for *_, seen in firsts))
 
     def _raise(self) -> None:
         if self._error is None:
@@ -284,13 +239,6 @@ class Feed:
         raise StepError(
             f"batch {self.number} of {self.what} cannot be made: {in_words(self._error)}"
         ) from self._error
-
-
-def placed(inputs: Inputs, device: torch.device) -> Inputs:
-    """Returns inputs on a device."""
-    if isinstance(inputs, Tensor):
-        return inputs.to(device)
-    return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 def _digest_of(pair: Pair) -> float:

@@ -25,7 +25,6 @@ from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.layers import is_sequential
 from pipegrad.pipeline.codings import CodecChoice, choice_of
 from pipegrad.pipeline.loss_message import TOKEN_MEAN
-from pipegrad.pipeline.stage import Stage
 from pipegrad.plan.check import refuse_bare_replicas
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
@@ -37,7 +36,7 @@ from pipegrad.schedules.measured import MeasuredGenerator
 from pipegrad.simulation.choice import Choice as ScheduleChoice
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config, sizes_of
-from pipegrad.train.dataset import dataset_of
+from pipegrad.train.dataset import INPUT_IDS, Pair, dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options
 from pipegrad.train.optimizer import kinds
 from pipegrad.train.reporters.reporter import Reporter, reporters
@@ -45,7 +44,6 @@ from pipegrad.train.schema import Choice
 from pipegrad.train.transformers_model import uncut_model
 
 _IGNORED = -100  # of targets: torch's cross_entropy leaves them out
-_HANDED_ON = "the inputs of the batch"  # no module has an output of this name
 
 
 class Job:
@@ -97,6 +95,7 @@ class Job:
         self._loss = None
         if config.train.loss is not None:
             self._loss = with_options(config, "train.loss", config.train.loss, lambda n: n[:2])
+        self._input_name = INPUT_IDS if config.model.is_transformers else ""
         self.dataset = dataset_of(config, "data.dataset", self.num_shares)
         self.held_out = dataset_of(config, "eval.dataset", self.num_shares)
 
@@ -195,12 +194,13 @@ class Job:
         except TopologyError as error:
             self.config.refuse(key, str(error), cause=error)
 
-    def stages(self, cut: Cut, indices: Sequence[int]) -> list[Stage]:
-        """Returns some stages of a cut by `cut`; see `_OneInput`."""
-        stages = cut.stages(indices, recompute=self.config.train.recompute)
-        if cut.how == "sequential" or self.config.model.is_transformers:
-            return stages
-        return [_OneInput(stage, self._input_name, cut.num_stages) for stage in stages]
+    def placed(self, pair: Pair, device: torch.device) -> Pair:
+        """Returns inputs and targets on a device; inputs by name, unless layers are a chain."""
+        inputs, target = pair
+        if isinstance(inputs, Tensor) and not self._input_name:
+            return inputs.to(device), target.to(device)
+        named = {self._input_name: inputs} if isinstance(inputs, Tensor) else inputs
+        return {name: tensor.to(device) for name, tensor in named.items()}, target.to(device)
 
     def manifest(self, cut: Cut) -> Manifest:
         """Returns the manifest that the ranks will agree on.
@@ -350,30 +350,3 @@ class Job:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - code of a plug-in
             self.config.refuse(key, in_words(error), cause=error)
-
-
-class _OneInput(Stage):
-    """A stage of a module that takes one tensor, which stage 0 hands on to all others.
-
-    Code of the module that belongs to no layer, as for masks, runs on all stages, and may read the
-    inputs. A batch has them on the rank of stage 0 alone.
-    """
-
-    def __init__(self, stage: Stage, name: str, num_stages: int) -> None:
-        is_first = stage.index == 0
-        edges = stage.inputs[:-1]  # the last one is the batch by name
-        super().__init__(
-            stage.module,
-            stage.index,
-            (*edges, "x" if is_first else _HANDED_ON),
-            (*stage.outputs, _HANDED_ON) if is_first and num_stages > 1 else stage.outputs,
-            recompute=stage.recompute,
-        )
-        self._stage, self._name = stage, name
-
-    def forward(self, values: Sequence[object]) -> tuple[Tensor, ...]:
-        """Returns the outputs; see `Stage.forward`."""
-        *edges, inputs = values
-        outputs = self._stage.forward([*edges, {self._name: inputs}])
-        assert isinstance(inputs, Tensor)
-        return (*outputs, inputs) if _HANDED_ON in self.outputs else outputs

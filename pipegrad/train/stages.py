@@ -31,8 +31,7 @@ from pipegrad.simulation.costs import StageCosts
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config
 from pipegrad.train.corpus import Tokenizer, tokenizer_of
-from pipegrad.train.dataset import Inputs
-from pipegrad.train.feed import Feed, Texts, named_inputs
+from pipegrad.train.feed import Feed, Texts
 from pipegrad.train.functions import with_options
 from pipegrad.train.job import Job
 from pipegrad.train.transformers_model import check_batch, check_tokenizer, load_stages
@@ -58,8 +57,8 @@ def build_stages(
         PipegradError: If the model cannot be made or cut; on all ranks.
     """
     config = job.config
-    cut = _make_model(job, topology, _example(job, topology, feed), texts.tokenizer)
-    own = job.stages(cut, topology.local_stages)
+    cut = _make_model(job, topology, feed, texts.tokenizer)
+    own = cut.stages(topology.local_stages, recompute=config.train.recompute)
 
     def place() -> None:
         for stage in own:
@@ -79,37 +78,21 @@ def build_stages(
     return cut, own
 
 
-def _example(job: Job, topology: Topology, feed: Feed) -> Inputs | None:
-    """Returns two rows of the first batch of a function, on all ranks; None of text."""
-    if job.dataset is None:
-        return None
-    # Ranks of middle stages have no batch. They get rows of the first data rank's.
-    rows = None
-    if feed.pair is not None and not topology.coordinate(topology.data):
-        inputs = feed.pair[0]
-        rows = (
-            inputs[:2].clone()
-            if isinstance(inputs, Tensor)
-            else {name: tensor[:2].clone() for name, tensor in inputs.items()}
-        )
-    replies = agree("a look at the first batch", lambda: rows)
-    return next(reply for reply in replies if reply is not None)
-
-
-def _make_model(
-    job: Job, topology: Topology, example: Inputs | None, tokenizer: Tokenizer | None
-) -> Cut:
+def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer | None) -> Cut:
     """Makes and cuts the model on every rank."""
-    config = job.config
+    config, example = job.config, None
     uncut = job.model() if config.model.is_transformers else None
+    inputs = None if feed.pair is None else feed.pair[0]
+    if uncut is None and job.dataset is not None and isinstance(inputs, Tensor):
+        # Data ranks may have sequences of other lengths, and all must cut alike.
+        example = agree("a look at the first batch", lambda: inputs[:2].cpu().clone())[0]
 
     def make() -> tuple[Cut, tuple[object, dict[str, str]]]:
         if uncut is None:
-            assert example is None or isinstance(example, Tensor)
             cut = job.cut(job.model(topology=topology), example)
         else:
-            if isinstance(example, Mapping):
-                check_batch(config, uncut, example)
+            if isinstance(inputs, Mapping):
+                check_batch(config, uncut, inputs)
             if tokenizer is not None:
                 check_tokenizer(config, uncut, tokenizer)
             cut = job.cut(uncut)
@@ -148,10 +131,12 @@ def try_out(
     Raises:
         ConfigError: If the model or the loss fails, or the loss is not finite; on all ranks.
     """
-    inputs, target = feed.placed(device)
+    pair = feed.pair
+    assert pair is not None
     if tokenizer is not None:  # a text may not have the largest token for many steps
         tokens = largest_first(job.config, tokenizer).repeat(job.schedule.num_sequences, 1)
-        inputs, target = feed.placed(device, (named_inputs(job.config, tokens), tokens))
+        pair = tokens, tokens
+    inputs, target = job.placed(pair, device)
     # A forward may replace a buffer, or write into it.
     buffers = [
         (layer, name, buffer, buffer.clone())

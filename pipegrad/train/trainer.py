@@ -180,7 +180,8 @@ class Trainer:
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
-        inputs, target = self._feed.placed(self._device)
+        assert self._feed.pair is not None
+        inputs, target = self.job.placed(self._feed.pair, self._device)
         result = self._scheduler.step(inputs, target=target)
         # A device still computes while the host fetches the next batch.
         if number < config.train.steps:
@@ -344,7 +345,7 @@ class Trainer:
         if config.model.is_transformers:  # batches of a function have their own length
             length = min(length, positions(self._cut.uncut))
         return Evaluation(
-            config,
+            self.job,
             self._scheduler,
             feed=feed,
             tokenizer=self._texts.of_samples,

@@ -23,7 +23,8 @@ def evaluation_of(config: Config, tokenizer: Any) -> Evaluation:
         topology=Topology.build(axes=(("pp", 1), ("dp", 1))).at(0),
         sync=SimpleNamespace(bounded=lambda _: nullcontext()),
     )
-    return Evaluation(config, scheduler, feed=None, tokenizer=tokenizer, length=2, device=CPU)
+    job: Any = SimpleNamespace(config=config)
+    return Evaluation(job, scheduler, feed=None, tokenizer=tokenizer, length=2, device=CPU)
 
 
 @pytest.mark.parametrize(("has_tokenizer", "expected"), [(True, [2, 4, 5]), (False, [])])

@@ -67,11 +67,11 @@ def test_the_tokenizer_of_the_directory_is_used_if_none_is_named(path: Path) -> 
     [
         ({"input_ids": IDS, "attention_mask": MASK, "labels": IDS.where(MASK == 1, -100)}, 2),
         ({"input_ids": IDS, "attention_mask": MASK}, 2),
-        ({"input_ids": IDS.numpy(), "labels": IDS.where(MASK == 1, -100).tolist()}, 1),
+        ({"input_ids": IDS.numpy(), "labels": IDS.where(MASK == 1, -100)}, 1),
         ({"input_ids": IDS.to(torch.int32), "attention_mask": MASK, "target": NEXT}, 2),
         ((IDS, NEXT), 1),
     ],
-    ids=["labels", "no labels", "lists", "a target", "a pair"],
+    ids=["labels", "no labels", "arrays", "a target", "a pair"],
 )
 def test_labels_are_shifted_and_targets_are_not(batch: object, names: int) -> None:
     inputs: Any
