@@ -269,7 +269,6 @@ def sizes_of(config: Config, num_ranks: int | None = None) -> tuple[int, int, in
         ConfigError: If keys contradict each other or the number of ranks.
     """
     _check_data(config)
-    _check_saves(config)
     parallel = config.parallel
     inside = math.prod(parallel.dimensions.values())
     num_ranks = num_ranks or (parallel.pipeline or 1) * (parallel.data or 1) * inside
@@ -307,28 +306,8 @@ def _check_data(config: Config) -> None:
     measured = sorted(held_out.model_fields_set & {"files", "dataset"})
     if len(measured) == 2:
         config.refuse("eval.dataset", "eval.files are set too: choose one of them")
-    if held_out.every is not None and not measured:
-        config.refuse("eval.every", "there is nothing to measure: set eval.files or eval.dataset")
-    for name in measured:
-        if held_out.every is None:
-            config.refuse(f"eval.{name}", "nothing measures it: set eval.every, in steps")
-
-
-def _check_saves(config: Config) -> None:
-    """Refuses keys of ``[train]`` about checkpoints that have no effect."""
-    train = config.train
-    if not train.save:
-        for name in ("save_every", "keep_last", "keep_every"):
-            if name in train.model_fields_set and getattr(train, name) is not None:
-                config.refuse(f"train.{name}", "has no effect: train.save = false saves nothing")
-    if train.keep_every is not None and train.save_every is None:
-        config.refuse("train.keep_every", "has no effect without train.save_every")
-    if train.keep_every is not None and train.keep_every % (train.save_every or 1):
-        config.refuse(
-            "train.keep_every",
-            f"should be a multiple of train.save_every, {train.save_every}: no checkpoint is "
-            f"written after other steps",
-        )
+    if bool(measured) != (held_out.every is not None):
+        config.refuse("eval.every", "set it, in steps, together with eval.files or eval.dataset")
 
 
 def _pipeline_and_data(config: Config, num_ranks: int) -> tuple[int, int]:

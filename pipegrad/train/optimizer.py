@@ -93,9 +93,8 @@ def _kind(config: Config, key: str, choice: Named) -> type:
     if complaint := complaints_of(kind, choice.options, given=("params",)):
         config.refuse(key, f"{choice.name} {complaint}")
     for option, value in choice.options.items():
-        if option == "lr" and isinstance(value, bool):  # Python would count it as a number
-            config.refuse(f"{key}.lr", "should be a finite number")
-        if isinstance(value, float) and not math.isfinite(value):
+        is_flag = option == "lr" and isinstance(value, bool)  # Python would count it as a number
+        if is_flag or (isinstance(value, float) and not math.isfinite(value)):
             config.refuse(f"{key}.{option}", "should be a finite number")
     return kind
 

@@ -76,18 +76,6 @@ def _check_dimensions(value: object) -> object:
     return value
 
 
-def _check_codecs(value: object) -> object:
-    if not isinstance(value, str | Mapping | None):
-        raise PydanticCustomError("codecs", "should be a name, or a table")
-    return value
-
-
-def _check_boundary(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise PydanticCustomError("boundary", "should be an index or a name of a layer")
-    return value
-
-
 def _check_function(value: Named) -> Named:
     if not re.fullmatch(FUNCTION, value.name):
         raise PydanticCustomError("function", "should look like 'module:function'")
@@ -98,7 +86,6 @@ FUNCTION = r"^[\w.]+:[\w.]+$"
 Choice = Annotated[Named, BeforeValidator(_as_table)]
 Function = Annotated[Choice, AfterValidator(_check_function)]
 FileList = Annotated[list[str], BeforeValidator(_as_list)]
-Codecs = Annotated[str | dict[str, Any] | None, BeforeValidator(_check_codecs)]
 Dimensions = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_check_dimensions)]
 
 
@@ -236,14 +223,14 @@ class Parallel(Table):
         default=Named(name="1f1b"),
         description="a name that `pipegrad schedules` lists, or a table of name and options",
     )
-    codecs: Codecs = Field(
+    codecs: str | dict[str, Any] | None = Field(
         default=None,
         description="how values cross between pipeline ranks in fewer bytes: a name that `pipegrad "
         "codecs` lists, or a table of name and options; { activations = ..., gradients = ... } for "
         "one of them, { '0-1' = ... } for some hops; by default values cross as they are",
     )
     microbatches: int = Field(default=4, ge=1, description="microbatches a step, on every replica")
-    boundaries: list[Annotated[int | str, BeforeValidator(_check_boundary)]] | None = Field(
+    boundaries: list[int | str] | None = Field(
         default=None,
         description="index or name of the first layer of every stage but the first; by default the "
         "stages hold as equal numbers of parameters as can be",

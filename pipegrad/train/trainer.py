@@ -116,7 +116,13 @@ class Trainer:
         )
         same("the device", dict(enumerate(kinds)))
         self._texts = read_texts(config)
-        self._topology = self._make_topology()
+        self._topology = Topology.create(
+            pipeline=self.job.pipeline,
+            dimensions=config.parallel.dimensions,
+            data=tuple(config.parallel.data_dimensions),
+            stage_to_rank=self.job.schedule.stage_to_rank,
+            device_type=self._device.type,
+        )
         self._feed = make_feed(self.job, self._topology, self._texts)
         self._feed.begin(1)
         self._cut: Cut | None
@@ -300,17 +306,6 @@ class Trainer:
         self._were_deterministic = torch.are_deterministic_algorithms_enabled()
         choose_algorithms(deterministic=config.train.deterministic)
         return self._device.type
-
-    def _make_topology(self) -> Topology:
-        """Makes the topology with its process groups; every rank must call it."""
-        parallel = self.job.config.parallel
-        return Topology.create(
-            pipeline=self.job.pipeline,
-            dimensions=parallel.dimensions,
-            data=tuple(parallel.data_dimensions),
-            stage_to_rank=self.job.schedule.stage_to_rank,
-            device_type=self._device.type,
-        )
 
     def _make_scheduler(self, stages: list[Stage]) -> None:
         """Makes the scheduler with its gradient layer, and their process groups."""

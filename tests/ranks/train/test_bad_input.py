@@ -42,7 +42,7 @@ KEYS: dict[Settings, str] = {
     "optimizer.lr=true": "optimizer.lr = True: should be a finite number",
     "gradient_handlers=[3]": r"handlers\[0\] = 3: should be a name, or a table of name",
     "gradient_handlers=[{axis='dp'}]": r"gradient_handlers\[0\].name = .*: Field required",
-    "parallel.boundaries=[1.5]": r"boundaries\[0\] = 1.5: should be an index or a name",
+    "parallel.boundaries=[1.5]": r"boundaries\[0\].int = 1.5: should be a valid integer",
     "parallel.dimensions={pp=2}": "other than 'pp' and 'dp'",
     "parallel.dimensions={'t p'=2}": "should name dimensions by words",
     "train.steps": "--set train.steps: expected key=value",
@@ -51,8 +51,7 @@ KEYS: dict[Settings, str] = {
     "train.steps=3\ntrain.seed=4": "another key follows: repeat --set for several",
     "data.streaming=true": "there are no files to read: set data.files",
     "data.dataset=data_functions:listed": "batch_size = 8: has no effect beside data.dataset: ",
-    "eval.every=3": "set eval.files or eval.dataset",
-    "eval.files=['ours.txt']": "nothing measures it: set eval.eve",
+    "eval.every=3": "together with eval.files or eval.dataset",
     ("eval.files=['ours.txt']", "eval.dataset=data_functions:listed", "eval.every=3"): (
         "eval.files are set too: choose one of them"
     ),

@@ -25,7 +25,7 @@ from pipegrad.train.checkpoint.storage import (
     unfinished,
 )
 from pipegrad.train.checkpoint.uncut import find_checkpoint
-from pipegrad.train.config import Config, sizes_of
+from pipegrad.train.config import Config
 from pipegrad.train.run_folder import (
     HeldError,
     Origin,
@@ -71,28 +71,13 @@ def test_checkpoints_are_sorted_published_and_unfinished_ones_removed(tmp_path: 
 
 @pytest.mark.parametrize(
     ("last", "every", "left"),
-    [(1, [10]), (2, [8, 10]), (9, [2, 4, 6, 8, 10]), (1, 4, [4, 8, 10])],
+    [(1, None, [10]), (2, None, [8, 10]), (9, None, [2, 4, 6, 8, 10]), (1, 4, [4, 8, 10])],
 )
 def test_old_ones_are_removed(
     tmp_path: Path, last: int, every: int | None, left: list[int]
 ) -> None:
     prune(with_checkpoints(tmp_path, 2, 4, 6, 8, 10), keep_last=last, keep_every=every)
     assert sorted(int(name.partition("-")[2]) for name in names(tmp_path)) == left
-
-
-@pytest.mark.parametrize(
-    ("train", "says"),
-    [
-        ({"save": False, "save_every": 3}, "train.save_every = 3: has no effect: train.save"),
-        ({"save": False, "keep_last": 3}, "train.keep_last = 3: has no effect: train.save"),
-        ({"keep_every": 6}, "train.keep_every = 6: has no effect without train.save_every"),
-        ({"save_every": 4, "keep_every": 6}, "should be a multiple of train.save_every, 4"),
-    ],
-)
-def test_keys_that_contradict_each_other(train: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        sizes_of(config(**train))
-    sizes_of(config(save_every=4, keep_every=8))
 
 
 def test_later_rows_and_half_rows_are_cut_off(tmp_path: Path) -> None:
