@@ -96,7 +96,7 @@ class Evaluation:
         if feed.has_ended:
             return None
         assert feed.pair is not None
-        inputs, target = self._job.placed(feed.pair, self._device)
+        inputs, target = self._job.placed(feed.pair, self._scheduler.topology, self._device)
         result = self._scheduler.evaluate(inputs, target=target, outputs=False)
         return result.loss.item()
 
@@ -116,7 +116,7 @@ class Evaluation:
         window = torch.tensor(context)
         # Each microbatch needs a row.
         rows = window.expand(self._scheduler.schedule.num_sequences, -1)
-        inputs, _ = self._job.placed((rows, rows), self._device)
+        inputs, _ = self._job.placed((rows, rows), self._scheduler.topology, self._device)
         outputs = self._scheduler.evaluate(inputs).outputs
         token = torch.zeros(1, dtype=torch.int64, device=self._device)
         if self._draws:

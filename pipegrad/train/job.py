@@ -36,7 +36,7 @@ from pipegrad.schedules.measured import MeasuredGenerator
 from pipegrad.simulation.choice import Choice as ScheduleChoice
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config, sizes_of
-from pipegrad.train.dataset import INPUT_IDS, Pair, dataset_of
+from pipegrad.train.dataset import INPUT_IDS, Inputs, Pair, dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options
 from pipegrad.train.optimizer import kinds
 from pipegrad.train.reporters.reporter import Reporter, reporters
@@ -194,13 +194,24 @@ class Job:
         except TopologyError as error:
             self.config.refuse(key, str(error), cause=error)
 
-    def placed(self, pair: Pair, device: torch.device) -> Pair:
-        """Returns inputs and targets on a device; inputs by name, unless layers are a chain."""
+    def placed(
+        self, pair: Pair, topology: Topology, device: torch.device
+    ) -> tuple[Inputs | None, Tensor | None]:
+        """Returns inputs and targets on a device; None for what stages of a rank do not take.
+
+        A chain of layers takes inputs on its first stage. Stages of other models all take them, by
+        name: each makes masks and positions of them.
+        """
         inputs, target = pair
-        if isinstance(inputs, Tensor) and not self._input_name:
-            return inputs.to(device), target.to(device)
-        named = {self._input_name: inputs} if isinstance(inputs, Tensor) else inputs
-        return {name: tensor.to(device) for name, tensor in named.items()}, target.to(device)
+        placed: Inputs | None = None
+        if isinstance(inputs, Tensor) and self._input_name:
+            inputs = {self._input_name: inputs}
+        if not isinstance(inputs, Tensor):
+            placed = {name: tensor.to(device) for name, tensor in inputs.items()}
+        elif 0 in topology.local_stages:
+            placed = inputs.to(device)
+        is_last = topology.num_stages - 1 in topology.local_stages
+        return placed, target.to(device) if is_last else None
 
     def manifest(self, cut: Cut) -> Manifest:
         """Returns the manifest that the ranks will agree on.

@@ -46,7 +46,8 @@ def run(trainer: Trainer, report: Report) -> int:
         PipegradError: If a step fails, the last checkpoint cannot be written, or replicas differ.
     """
     is_first_rank = dist.get_rank() == 0
-    folder = _make_folder(trainer, report)
+    manifest = manifest_of(trainer.job.config, trainer.summary)
+    folder = trainer.make_folder(lambda new: report.begin(new, manifest, trainer.first_step))
     if is_first_rank:
         report.note(_begins(trainer, folder))
     trainer.saving.begin_run(folder, report.note)
@@ -63,13 +64,6 @@ def run(trainer: Trainer, report: Report) -> int:
         return exit_code(trainer.ended_by)
     _end(trainer, report, folder)
     return 0
-
-
-def _make_folder(trainer: Trainer, report: Report) -> Path:
-    """Returns the folder of the run, with its manifest and open reporters."""
-    manifest = manifest_of(trainer.job.config, trainer.summary)
-
-    return trainer.make_folder(lambda folder: report.begin(folder, manifest, trainer.first_step))
 
 
 def _begins(trainer: Trainer, folder: Path) -> str:

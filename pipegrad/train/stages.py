@@ -136,7 +136,7 @@ def try_out(
     if tokenizer is not None:  # a text may not have the largest token for many steps
         tokens = largest_first(job.config, tokenizer).repeat(job.schedule.num_sequences, 1)
         pair = tokens, tokens
-    inputs, target = job.placed(pair, device)
+    inputs, target = job.placed(pair, scheduler.topology, device)
     # A forward may replace a buffer, or write into it.
     buffers = [
         (layer, name, buffer, buffer.clone())

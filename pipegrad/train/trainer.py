@@ -187,7 +187,7 @@ class Trainer:
         np.random.seed(seed)
         random.seed(seed)
         assert self._feed.pair is not None
-        inputs, target = self.job.placed(self._feed.pair, self._device)
+        inputs, target = self.job.placed(self._feed.pair, topology, self._device)
         result = self._scheduler.step(inputs, target=target)
         # A device still computes while the host fetches the next batch.
         if number < config.train.steps:
