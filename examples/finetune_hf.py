@@ -30,7 +30,7 @@ for step, batch in enumerate(itertools.islice(batches(chats, base), int(steps)),
     if rank == 3 and step % 10 == 0:
         print(f"step {step}  loss {result.loss:.4f}", flush=True)
 after = scheduler.evaluate(held_out).loss.exp()
-cut.save_pretrained(tuned)  # each rank writes its own stage
+cut.save_pretrained(tuned)  # all ranks call it, and rank 0 writes
 if rank == 3:  # it has the last stage
     AutoTokenizer.from_pretrained(base).save_pretrained(tuned)
     print(f"perplexity of held-out answers: {before:.2f} before, {after:.2f} after")

@@ -56,7 +56,6 @@ _LIMITS = ("max_position_embeddings", "max_target_positions")
 _COLLECTED = ("output_hidden_states", "output_attentions")
 _ROUTED = "output_router_logits"  # the model's loss has a balance loss of all layers then
 ROUTED = "router_logits"  # how names end of what it returns then: a tensor for each layer
-LOADS = ("expert_load_max", "expert_load_min")  # metrics
 # What changes by what the loss is divided.
 _DIVISORS = ("num_items_in_batch", "shift_labels")
 # Heads whose loss is one mean: over labels that are not ignored, or over samples.
@@ -125,8 +124,6 @@ class Conventions:
             computes none, or one that is no mean, or several means, or one that is not computed by
             transformers' own code.
         can_ignore: Whether its loss leaves out labels that are to be ignored.
-        top_k: Of how many experts a router chooses for a token; 0 if the configuration has no
-            usual name for it.
         accepts: Names of the arguments of its forward, in order; None if it takes any.
     """
 
@@ -139,7 +136,6 @@ class Conventions:
         self.accepts = None if takes_any else tuple(p.name for p in parameters or ())
         self._defaults: dict[str, object] = {}
         self.labels: tuple[str, ...] = ()
-        self.top_k = 0
         self._labels_tokens = self._shifts = self._takes_shifted = False
         self._tokens: dict[str, int] = {}  # kind of input -> the token that stands for it
         self._masks = list[str]()  # arguments; the loss leaves out labels where they are 0
@@ -158,7 +154,6 @@ class Conventions:
         self._check(inner)
         self._positions = _positions_of(inner)
         text = inner.config.get_text_config()
-        self.top_k = getattr(text, "num_experts_per_tok", None) or 0
         self._tokens = _tokens_of(inner)
         if not getattr(text, _ROUTED, False) and not (example or {}).get(_ROUTED):
             self._collected = (*_COLLECTED, _ROUTED)
@@ -191,8 +186,6 @@ class Conventions:
         variables = {*getattr(getattr(forward, "__code__", None), "co_varnames", ())}
         self._masks = ["attention_mask"] if loss is None and variables & _MASKED else []
         self._masks += [name for name in arguments if name == _FIRST_TOKENS]
-        if prompt == "CPT":
-            return  # its loss weighs labels
         # Behind a learnt prompt the first label counts. A prefix goes into the cache.
         is_behind = prompt not in ("", *_PREFIXES)
         self._shifts = is_causal and not inner.config.is_encoder_decoder and not is_behind
@@ -351,6 +344,15 @@ class Conventions:
                 f"{others} are given beside {list(labels)}, and a microbatch weighs by the latter "
                 f"alone: leave {others} out, or {_ASK}"
             )
+        text: Any = arguments.get("input_ids", arguments.get("inputs_embeds"))
+        for name in _SPAN:
+            answers: Any = labels.get(name)
+            if answers is not None and text is not None and (answers >= text.shape[1]).any():
+                raise StepError(
+                    f"{name} has answers behind the end of the text of {text.shape[1]} tokens. The "
+                    f"model ignores each end there by itself, so its loss is no mean over samples: "
+                    f"label an answer that is cut off with 0 at both ends"
+                )
         label: Any = labels.get("labels")
         for name in self._masks:
             mask: Any = arguments.get(name)
@@ -362,37 +364,8 @@ class Conventions:
                     f"out: set them to {_IGNORED}"
                 )
 
-    def check_answers(self, labels: Mapping[str, object], text: object, logits: object) -> None:
-        """Refuses answers of which the model ignores one end, as it does behind the logits.
-
-        Args:
-            labels: By name.
-            text: ``(rows, tokens)`` and more.
-            logits: Of starts, ``(rows, tokens)``; a prompt or an image may make them longer.
-
-        Raises:
-            StepError: If there are some: the loss is two means then.
-        """
-        spans = [x for name, x in labels.items() if name in _SPAN and isinstance(x, Tensor)]
-        if not spans or not isinstance(text, Tensor) or not isinstance(logits, Tensor):
-            return
-        length = text.shape[1]
-        starts, *ends = [int((x < length).sum()) for x in spans]
-        is_counted = logits.shape[1] == length or starts == len(spans[0])
-        if {starts, *ends} != {starts} or not is_counted:
-            raise StepError(
-                f"of {len(spans[0])} answers, {starts} start and {sum(ends)} end in the text of "
-                f"{length} tokens. The model ignores each end behind it by itself, so its loss is "
-                f"no mean over samples: label an answer that is cut off with {length} at both "
-                f"ends, which is ignored, or with 0"
-            )
-
-    def weight(self, labels: Mapping[str, object], text: object = None) -> Tensor:
+    def weight(self, labels: Mapping[str, object]) -> Tensor:
         """Returns how many labels have a loss: the weight of the loss of a microbatch.
-
-        Args:
-            labels: By name.
-            text: ``(rows, tokens)`` and more: an answer behind its end has no loss.
 
         Raises:
             StepError: If labels are no tensors.
@@ -400,8 +373,6 @@ class Conventions:
         label = next(iter(labels.values()))
         if not isinstance(label, Tensor) or not label.dim():
             raise StepError(f"labels are {label!r:.40}, expected a tensor with a row a sample")
-        if not labels.keys().isdisjoint(_SPAN) and isinstance(text, Tensor):
-            return (label < text.shape[1]).sum()
         if label.is_floating_point() or len(labels) > 1 or self._by_sample:
             return torch.tensor(float(len(label)), device=label.device)
         counted = label[..., 1:] if self._shifts and SHIFTED not in labels else label
@@ -602,7 +573,7 @@ class CutStage(Stage):
         carry: CarriedCache | None = None,
         shifts: bool = False,
     ) -> None:
-        self._metrics = metrics_of(part, conventions) if labels else ()
+        self._metrics = metrics_of(part) if labels else ()
         outputs = (*part.outputs, *self._metrics, LOSS) if labels else part.outputs
         inputs = (*part.inputs, BATCH)
         carried = ("cache",) if carry else ()
@@ -705,8 +676,7 @@ class CutStage(Stage):
         arguments = self._conventions.arguments(batch) | dict(cached or {})
         labels = {n: arguments[n] for n in self._labels if arguments.get(n) is not None}
         counted = {SHIFTED: labels.get("labels")} if cached else labels
-        text = arguments.get("input_ids", arguments.get("inputs_embeds"))
-        weight = self._conventions.weight(counted, text) if labels else None
+        weight = self._conventions.weight(counted) if labels else None
         if weight is not None:
             self._conventions.check(labels, arguments)
             arguments |= self._conventions.safe(labels, weight)
@@ -720,9 +690,12 @@ class CutStage(Stage):
             return returned
         named = _named(returned, self._names)
         if self._labels:
-            self._conventions.check_answers(labels, text, named.get(self._names[0]))
             named[LOSS] = _sum_of(named.get(LOSS), weight, named)
-            named |= self._measured(named, arguments)
+            for name in self._metrics:  # nan without labels
+                value = named.get(name)
+                if not isinstance(value, Tensor) or value.numel() != 1:
+                    value = torch.tensor(torch.nan)
+                named[name] = value.detach().reshape(())
         return {name: named.get(name) for name in self.outputs}
 
     def _deferring(self) -> AbstractContextManager[None]:
@@ -733,20 +706,6 @@ class CutStage(Stage):
                 "head returns: compile its layers, or cut the model without loss='chunked'"
             )
         return deferred(inner_module(self.module).get_submodule(self._head))
-
-    def _measured(
-        self, named: Mapping[str, object], arguments: Mapping[str, object]
-    ) -> dict[str, Tensor]:
-        """Returns the metrics; nan for what is no number, or is missing without labels."""
-        if LOADS[0] in self._metrics:
-            named = {**named, **_loads(named, arguments, self._conventions.top_k)}
-        metrics = dict[str, Tensor]()
-        for name in self._metrics:
-            value = named.get(name)
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                value = torch.tensor(torch.nan)
-            metrics[name] = value.detach().reshape(())
-        return metrics
 
 
 @dataclass(frozen=True)
@@ -769,41 +728,12 @@ class OwnLoss:
         labels = target if isinstance(target, Mapping) else {self.labels[0]: target}
         found = outputs[len(outputs) - len(self.metrics) :]
         metrics = dict(zip(self.metrics, found, strict=True))
-        return loss, self.conventions.weight(labels, outputs[0] if outputs else None), metrics
+        return loss, self.conventions.weight(labels), metrics
 
 
-def metrics_of(part: Part, conventions: Conventions) -> tuple[str, ...]:
+def metrics_of(part: Part) -> tuple[str, ...]:
     """Returns the names of the metrics of a model's own loss."""
-    losses = tuple(name for name in part.beside if name.endswith(f"_{LOSS}"))
-    is_routed = any(name.endswith(ROUTED) for name in part.beside)
-    return (*losses, *LOADS) if is_routed and conventions.top_k else losses
-
-
-@torch.no_grad()
-def _loads(
-    named: Mapping[str, object], arguments: Mapping[str, object], top_k: int
-) -> dict[str, object]:
-    """Returns how many tokens of a microbatch the experts got, relative to an even share.
-
-    As balance losses do, it counts the tokens that a mask leaves, by the logits of the routers.
-    """
-    loads = list[Tensor]()
-    for name, routers in named.items():
-        if not name.endswith(ROUTED) or not isinstance(routers, tuple | list):
-            continue
-        mask = arguments.get(f"{name.removesuffix(ROUTED).removeprefix('encoder_')}attention_mask")
-        for logits in routers:
-            chosen = logits.flatten(0, -2).topk(top_k).indices
-            counts = logits.new_zeros(logits.shape[-1], dtype=torch.float32)
-            weight = counts.new_ones(len(chosen))
-            if isinstance(mask, Tensor) and mask.numel() == len(chosen):
-                weight = mask.flatten().to(counts.dtype)
-            counts.scatter_add_(0, chosen.flatten(), weight.repeat_interleave(top_k))
-            loads.append(counts / counts.mean())
-    if not loads:
-        return {}
-    every = torch.stack([torch.stack([load.max(), load.min()]) for load in loads]).mean(0)
-    return dict(zip(LOADS, every, strict=True))
+    return tuple(name for name in part.beside if name.endswith(f"_{LOSS}"))
 
 
 def _sum_of(loss: object, weight: Tensor | None, named: Mapping[str, object]) -> Tensor:

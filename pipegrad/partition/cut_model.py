@@ -28,7 +28,7 @@ from pipegrad.partition.conventions import (
 from pipegrad.partition.generation import generate
 from pipegrad.partition.layers import Part
 from pipegrad.partition.structural.shallow import without_memory
-from pipegrad.partition.uncut_use import refuse_uncut, warn_of_other_stages
+from pipegrad.partition.uncut_use import refuse_uncut
 from pipegrad.partition.weights.adapter import described, has_adapter, has_tuned_layers
 from pipegrad.partition.weights.gathered import gather_stages, tensors_of
 from pipegrad.partition.weights.pretrained import first_names, load_stages, start_stages
@@ -96,7 +96,6 @@ class Cut:
         not_returned: tuple[str, ...] = (),
     ) -> None:
         self.modules: Mapping[int, nn.Module] = {i: part.module for i, part in enumerate(parts)}
-        warn_of_other_stages(self.modules)
         self.tied = AllTies(_ties_of(model, parts))
         self.boundaries = tuple(boundaries)
         self.layers = tuple(layers)
@@ -125,9 +124,7 @@ class Cut:
         self.labels = () if how == "sequential" else self._conventions.labels
         # It holds no module: on a rank it lives as long as the Scheduler.
         self.loss_fn: Callable[..., object] | None = (
-            OwnLoss(self._conventions, self.labels, metrics_of(parts[-1], self._conventions))
-            if self.labels
-            else None
+            OwnLoss(self._conventions, self.labels, metrics_of(parts[-1])) if self.labels else None
         )
         self._begins = {i: begin_of(module) for i, module in self.modules.items()}
 
@@ -212,13 +209,13 @@ class Cut:
     ) -> None:
         """Writes a directory that transformers and `from_pretrained` read. All ranks call it.
 
-        Each rank writes the stages that it holds, a stage of several ranks is written once, and so
-        is a tied weight. The directory has the configuration, and the one of generation. Of a model
-        with adapters of peft it has these alone, with the names and in the folders of peft's own
-        ``save_pretrained``, as ``PeftModel.from_pretrained`` reads them.
+        The first rank writes what the others send it, a tied weight once. The directory has the
+        configuration, and the one of generation. Of a model with adapters of peft it has these
+        alone, with the names and in the folders of peft's own ``save_pretrained``, as
+        ``PeftModel.from_pretrained`` reads them.
 
         Args:
-            directory: All ranks must see it. An older model in it is replaced.
+            directory: Of the first rank. An older model in it is replaced.
             max_shard_bytes: Size of a file. A layer is not split, so a file may be larger.
 
         Raises:

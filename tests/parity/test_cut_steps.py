@@ -119,23 +119,7 @@ def routed(name: str, *losses: str, schedule: str = "1f1b", first: int = 0, **mo
     twins.errors += [
         abs(metrics[loss] - mean_of(twins.true, parts, loss, first).item()) for loss in losses
     ]
-    if "expert_load_max" in metrics:
-        loads = [_loads(twins.true, part) for part in parts]
-        numbers = [int((part["labels"][:, first:] != -100).sum()) for part in parts]
-        weights = torch.tensor(numbers) / sum(numbers)
-        found = [metrics["expert_load_max"], metrics["expert_load_min"]]
-        twins.errors.append(difference(torch.tensor(found), weights @ torch.stack(loads)))
     return twins
-
-
-def _loads(model: Any, batch: Batch) -> Tensor:
-    """Returns how many tokens the busiest and the idlest expert of a layer get, as a mean."""
-    loads = []
-    for logits in model(**batch).router_logits:
-        chosen = logits.topk(2).indices[batch["attention_mask"].flatten() == 1]
-        counts = chosen.flatten().bincount(minlength=logits.shape[1]) * logits.shape[1] / 2
-        loads.append(torch.stack([counts.max(), counts.min()]) / len(chosen))
-    return torch.stack(loads).mean(0)
 
 
 def ahead(*, schedule: str, ties: bool) -> Twins:

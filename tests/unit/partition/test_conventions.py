@@ -197,20 +197,15 @@ def test_a_loss_that_is_not_one_mean_is_not_offered(config: str, head: str) -> N
     assert Conventions(model).labels == ()
 
 
-def test_answers_behind_the_end_count_as_in_the_model_or_are_refused() -> None:
+def test_answers_behind_the_end_are_refused() -> None:
     """The model ignores them, each end by itself, so gradients were wrong."""
-    conventions, text = of("BERT, answers"), torch.ones(3, 5)
-
-    def spans(*ends: list[int]) -> dict[str, Tensor]:
-        return dict(zip(conventions.labels, map(torch.tensor, ends), strict=True))
-
-    for starts, ends, weight in (([1, 4], [2, 4], 2), ([1, 5], [2, 9], 1), ([5, 6], [5, 5], 0)):
-        assert conventions.weight(spans(starts, ends), text) == weight
-        conventions.check_answers(spans(starts, ends), text, text)
-    with pytest.raises(StepError, match="of 2 answers, 2 start and 1 end in the text of 5 tokens"):
-        conventions.check_answers(spans([1, 4], [2, 5]), text, text)
-    with pytest.raises(StepError, match="in the text of 5 tokens"):  # a prompt is in front of it
-        conventions.check_answers(spans([1, 5], [2, 9]), text, torch.ones(3, 7))
+    conventions, text = of("BERT, answers"), {"input_ids": torch.ones(2, 5)}
+    inside, outside = torch.tensor([1, 4]), torch.tensor([2, 5])
+    conventions.check(dict.fromkeys(conventions.labels, inside), text)
+    with pytest.raises(
+        StepError, match=r"end_positions has answers behind .* the text of 5 tokens"
+    ):
+        conventions.check(dict(zip(conventions.labels, (inside, outside), strict=True)), text)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
-"""cut of an nn.Sequential: names kept, nothing copied, and states of other stages warned of."""
+"""cut of an nn.Sequential: names are kept, and nothing is copied."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -117,36 +115,3 @@ def test_a_parameter_counts_once_in_a_stage_and_equal_layers_are_spread_evenly()
 def test_what_cannot_be_cut_is_refused(model: nn.Module, num_stages: int, message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         cut_of(model, num_stages)
-
-
-@pytest.mark.parametrize("kind", ["sequential", "structural"])
-def test_a_state_of_another_stage_warns_in_one_line(kind: str) -> None:
-    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model = plain if kind == "sequential" else Looped()
-    example = None if kind == "sequential" else {"x": torch.ones(1, 2)}
-    made = cut_of(model, 2, example=example)
-    whole = model.state_dict()
-    first, second = (made.modules[stage] for stage in range(2))
-    other = second.state_dict()
-    words = (
-        "^the state has layers of stage 1, and this module is stage 0: load what a rank of stage 0 "
-        "has saved$"
-    )
-    with (
-        pytest.warns(UserWarning, match=words) as warned,
-        pytest.raises(RuntimeError, match="Miss"),
-    ):
-        first.load_state_dict(other)
-    assert [Path(each.filename).name for each in warned] == ["test_sequential.py"]
-    nested = nn.ModuleDict({"a": first})
-    with pytest.warns(UserWarning, match=words):
-        nested.load_state_dict({f"a.{n}": x for n, x in other.items()}, strict=False)
-    # Its own state, that of the whole model, one with a part of it, and nothing.
-    state = {name: x + 1 for name, x in first.state_dict().items()}
-    first.load_state_dict(state)
-    assert all(torch.equal(x, state[name]) for name, x in first.state_dict().items())
-    model.load_state_dict(whole)
-    first.load_state_dict(whole, strict=False)
-    first.load_state_dict(other | {min(state): state[min(state)]}, strict=False)
-    first.load_state_dict({}, strict=False)
-    second.load_state_dict(other)
