@@ -41,7 +41,6 @@ _RECORDS = {
     "observe.doctor": ("RankFacts",),
     "observe.recording": ("Reading",),
     "observe.step_recorder": ("Recorded",),
-    "partition.weights.saved": ("_Shard",),
     "pipeline.compare": ("Facts",),
     "pipeline.edges": ("Spec",),
     "pipeline.steps": ("Learned",),

@@ -7,10 +7,10 @@ is in which file. A tensor is read when it is asked for, and nothing else is rea
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,13 +23,6 @@ INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _ADAPTER = "adapter_config.json"
 _NAMES_SHOWN = 4  # names that a message lists
-
-
-class Spec(NamedTuple):
-    """What a file says of a tensor: its shape, and its dtype by the name that safetensors uses."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class Weights:
@@ -54,42 +47,32 @@ class Weights:
         self._open_file: tuple[Path, Any] | None = None
         self.files = self._find_files()
 
-    def spec(self, name: str) -> Spec:
-        """Returns shape and dtype of a tensor; its values are not read.
+    def entry(self, name: str) -> Any:  # noqa: ANN401 - a slice of safetensors, which has no types
+        """Returns a tensor whose values are not read yet; it has ``get_shape`` and ``get_dtype``.
 
         Raises:
             WeightsError: If its file is missing, damaged, or has no such tensor.
         """
-        entry = self._asked(name, lambda file: file.get_slice(name))
-        return Spec(tuple(entry.get_shape()), str(entry.get_dtype()))
-
-    def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor on the CPU, in memory of its own.
-
-        Raises:
-            WeightsError: If its file is missing, damaged, or has no such tensor.
-        """
-        # A copy: the tensor of safetensors lies in the mapped file.
-        copied: torch.Tensor = self._asked(name, lambda file: torch.clone(file.get_tensor(name)))
-        return copied
-
-    def close(self) -> None:
-        """Closes the file that was read last."""
-        self._open_file = None
-
-    def _asked(self, name: str, ask: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - no types
-        """Returns what the file that has a tensor answers."""
         path = self.files[name]
         try:
             if self._open_file is None or self._open_file[0] != path:
                 self._open_file = None  # closed before the next file is opened
                 self._open_file = path, _opened(path)
-            return ask(self._open_file[1])
+            return self._open_file[1].get_slice(name)
         except WeightsError:
             raise
         except Exception as error:  # safetensors raises nothing more precise
             what = f"{path} has no tensor {name}, or it is damaged: {error}"
             raise WeightsError(printable(what)) from error
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns a tensor on the CPU, in memory of its own. Raises as `entry`."""
+        # A copy: the tensor of safetensors lies in the mapped file.
+        return torch.clone(self.entry(name)[...])
+
+    def close(self) -> None:
+        """Closes the file that was read last."""
+        self._open_file = None
 
     def _find_files(self) -> dict[str, Path]:
         """Returns the file of each tensor."""
@@ -100,9 +83,7 @@ class Weights:
             )
         single, index = self.directory / SINGLE, self.directory / INDEX
         if single.exists():  # transformers prefers it too
-            file = _opened(single)
-            self._open_file = single, file
-            return dict.fromkeys(file.keys(), single)
+            return dict.fromkeys(_opened(single).keys(), single)
         if index.exists():
             return _indexed(index)
         present = {path.name for path in self.directory.iterdir()}
@@ -149,6 +130,25 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         extra("safetensors.torch").save_file(dict(tensors), path, metadata={"format": "pt"})
     except Exception as error:  # a SafetensorError, also for a full disk
         raise WeightsError(f"{path} cannot be written: {error}") from error
+
+
+def like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as a parameter, if the old one is one."""
+    is_parameter = isinstance(old, torch.nn.Parameter)
+    return torch.nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
+
+
+def put(
+    places: Iterable[tuple[torch.nn.Module, str]],
+    value: torch.Tensor,
+    device: str | torch.device = "cpu",
+) -> None:
+    """Makes a value the tensor of all these modules and attributes, with the old dtype and kind."""
+    places = list(places)
+    old = getattr(*places[0])
+    new = like(old, value.to(device, old.dtype))
+    for module, attribute in places:
+        setattr(module, attribute, new)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from pipegrad.comm.watch import Bounded
 from pipegrad.errors import TopologyError, WeightsError
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.ties import plain_name
-from pipegrad.partition.weights.files import listed
+from pipegrad.partition.weights.files import listed, put
 
 # Name -> tensors by id, each with the modules and attributes that have it.
 _Places = dict[str, dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]]]
@@ -25,10 +25,7 @@ _Places = dict[str, dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]]]
 
 def tensors_of(modules: Collection[nn.Module], first: Mapping[str, str]) -> dict[str, Tensor]:
     """Returns the parameters and buffers of stages, by the one name of each; see `first_names`."""
-    named = chain.from_iterable(
-        chain(m.named_parameters(remove_duplicate=False), m.named_buffers(remove_duplicate=False))
-        for m in modules
-    )
+    named = chain.from_iterable(tensors_by_name(module).items() for module in modules)
     names = ((plain_name(name), tensor) for name, tensor in named)
     return {first.get(name, name): tensor for name, tensor in names}
 
@@ -48,52 +45,37 @@ def collected(held: Mapping[str, Tensor], wanted: Collection[str]) -> Iterator[t
     Sync: the host waits for each message, and on a device the current stream.
     """
     held = {name: tensor for name, tensor in held.items() if not tensor.is_meta}
-    if not dist.is_initialized():
-        yield from ((name, held[name]) for name in sorted(wanted) if name in held)
-        return
     device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
-    specs = {name: (tuple(x.shape), x.dtype) for name, x in held.items()}
     seconds = slow_seconds(device, AGREE_SECONDS)
+    specs = {name: (tuple(x.shape), x.dtype) for name, x in held.items()}
     replies = agree("gather the stages", lambda: (specs, sorted(wanted)), timeout_seconds=seconds)
-    here = dist.get_rank()
-    holders = [frozenset(of) for of, _ in replies]
-    takers = [frozenset(names) - holders[rank] for rank, (_, names) in enumerate(replies)]
-    for name in sorted(frozenset[str]().union(*(names for _, names in replies))):
-        source = next((rank for rank, of in enumerate(holders) if name in of), None)
-        if source is None:
+    here, ranks = (dist.get_rank() if dist.is_initialized() else 0), range(len(replies))
+    wants = [frozenset(names) for _, names in replies]
+    for name in sorted(frozenset[str]().union(*wants)):
+        holders = [rank for rank in ranks if name in replies[rank][0]]
+        if not holders:
             continue
         tensor = held.get(name)
         if tensor is not None:
-            tensor = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
-        with Bounded("gather()", dist.get_process_group_ranks(None), within_seconds=seconds):
-            if here == source:
-                assert tensor is not None
-                for rank in (rank for rank, names in enumerate(takers) if name in names):
-                    _sent(tensor, rank)
-            elif name in takers[here]:
-                shape, dtype = replies[source][0][name]
-                tensor = torch.empty(shape, dtype=dtype, device=device)
-                _received(tensor, source)
+            tensor = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach().contiguous()
+        takers = [rank for rank in ranks if name in wants[rank] and rank not in holders]
+        if here in takers:
+            shape, dtype = replies[holders[0]][0][name]
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        if tensor is None:
+            continue
+        memory = tensor.reshape(-1).view(torch.uint8)  # backends do not send every dtype
+        for rank in takers if len(memory) else ():
+            with Bounded("gather()", tuple(ranks), within_seconds=seconds):
+                if here == holders[0]:
+                    send(memory, rank, None, VALUES).wait()
+                elif here == rank:
+                    receive(memory, holders[0], None, VALUES).wait()
         if name in wanted:
-            assert tensor is not None
             yield name, tensor
 
 
-def _sent(tensor: Tensor, rank: int) -> None:
-    if tensor.numel():
-        send(_bytes(tensor.contiguous()), rank, None, VALUES).wait()
-
-
-def _received(tensor: Tensor, rank: int) -> None:
-    if tensor.numel():
-        receive(_bytes(tensor), rank, None, VALUES).wait()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Returns the memory of a contiguous tensor: backends do not send every dtype."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
+@torch.no_grad()
 def gather_stages(
     held: Mapping[str, Tensor], first: Mapping[str, str], model: nn.Module | None, cut: object
 ) -> None:
@@ -122,7 +104,10 @@ def gather_stages(
             raise WeightsError(f"{name} has shape {shape}, and in the stages {true[name]}")
     for name, value in collected(held, places.keys()):
         for tensor, of in places.pop(name).values():
-            _fill(tensor, of, value)
+            if tensor.is_meta:
+                put(of, value.clone())
+            else:
+                tensor.copy_(value)
     nowhere = [name for name, of in places.items() if any(x.is_meta for x, _ in of.values())]
     if nowhere:  # the same on all ranks that have such a model
         raise WeightsError(f"no stage uses {listed(nowhere)}: give these values yourself")
@@ -143,39 +128,19 @@ def _places_in(model: nn.Module, first: Mapping[str, str], cut: object) -> _Plac
         )
     names, places = defaultdict[int, set[str]](set), defaultdict[str, dict[int, Any]](dict)
     for name, tensor in tensors.items():
-        if not _is_quantized(tensor):
-            names[id(tensor)].add(first[name])
-            _, of = places[first[name]].setdefault(id(tensor), (tensor, []))
-            of.append(_place(model, name))
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        if isinstance(tensor, nn.Parameter) and not is_number:
+            continue  # a quantized weight
+        path, _, attribute = name.rpartition(".")
+        names[id(tensor)].add(first[name])
+        _, of = places[first[name]].setdefault(id(tensor), (tensor, []))
+        of.append((model.get_submodule(path), attribute))
     if tied := next((sorted(tied) for tied in names.values() if len(tied) > 1), None):
         raise WeightsError(f"the model ties {tied}, and the model that was cut does not")
     return dict(places)
-
-
-def _is_quantized(tensor: Tensor) -> bool:
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    return isinstance(tensor, nn.Parameter) and not is_number
-
-
-@torch.no_grad()
-def _fill(tensor: Tensor, places: Collection[tuple[nn.Module, str]], value: Tensor) -> None:
-    """Writes a value into a tensor; one without memory gets some, on the CPU."""
-    if not tensor.is_meta:
-        tensor.copy_(value)
-        return
-    new = value.to("cpu", tensor.dtype, copy=True)
-    if isinstance(tensor, nn.Parameter):
-        new = nn.Parameter(new, tensor.requires_grad)
-    for module, attribute in places:
-        setattr(module, attribute, new)
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and buffers of a model, a tied one under each of its names."""
     parameters = model.named_parameters(remove_duplicate=False)
     return dict(chain(parameters, model.named_buffers(remove_duplicate=False)))
-
-
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute

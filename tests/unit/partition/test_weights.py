@@ -37,9 +37,9 @@ def test_several_files_are_read_by_name(folder: Path) -> None:
     for name in [*TENSORS, *TENSORS]:
         assert torch.equal(weights.read(name), TENSORS[name])
         assert weights.read(name).dtype == TENSORS[name].dtype
-        assert weights.spec(name).shape == tuple(TENSORS[name].shape)
+        assert weights.entry(name).get_shape() == [*TENSORS[name].shape]
         assert weights.files[name] == folder / FILES[name]
-    assert weights.spec("b.weight").dtype == "BF16"
+    assert weights.entry("b.weight").get_dtype() == "BF16"
     # As in transformers a single file counts more than an index.
     write_shard(folder / SINGLE, {"other": torch.ones(1)})
     assert [*Weights(folder).files] == ["other"]
@@ -103,7 +103,7 @@ def test_a_damaged_directory_is_refused(
     folder: Path, harm: Callable[[Path], object], words: list[str]
 ) -> None:
     harm(folder)
-    for read in (Weights.spec, Weights.read):
+    for read in (Weights.entry, Weights.read):
         with pytest.raises(WeightsError) as caught:
             read(Weights(folder), "a.weight")
         assert [word for word in words if word not in str(caught.value)] == []
