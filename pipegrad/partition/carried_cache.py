@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -361,21 +361,16 @@ def documents(positions: Tensor | None, rows: int, implementation: str) -> Itera
 @contextmanager
 def shifted_loss(module: nn.Module, arguments: Mapping[str, object]) -> Iterator[None]:
     """Lets a model's own loss take labels that are shifted already."""
-    parts: list[Any] = [x for x in module.modules() if hasattr(type(x), "loss_function")]
-    before = [(part, vars(part).get("_loss_function"), part.loss_function) for part in parts]
 
     def of(loss: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **named: loss(*args, **named | {SHIFTED: arguments["labels"]})
 
-    try:
-        for part, _, loss in before:
-            vars(part)["_loss_function"] = of(loss)
+    parts: list[Any] = [x for x in module.modules() if hasattr(type(x), "loss_function")]
+    with ExitStack() as around:
+        for part in parts:
+            loss = of(part.loss_function)
+            around.enter_context(mock.patch.object(part, "_loss_function", loss, create=True))
         yield
-    finally:
-        for part, own, _ in before:
-            vars(part).pop("_loss_function")
-            if own is not None:
-                vars(part)["_loss_function"] = own
 
 
 def carried_by(inner: Any, carry: str | None) -> CarriedCache | None:
@@ -403,38 +398,35 @@ def _why_not(inner: Any) -> str:
         return "only models of transformers have one"
     kind, config = type(inner).__name__, inner.config.get_text_config(decoder=True)
     takes = inspect.signature(inspect.unwrap(type(inner).forward)).parameters
+    ahead = [
+        name
+        for name, part in inner.named_modules()
+        if getattr(part, "layer_idx", None) is not None
+        and getattr(part, "is_causal", True) is False
+    ]
     reason = ""
     if inner.config.is_encoder_decoder:
         reason = f"{kind} has an encoder, which sees the text as a whole"
     elif "past_key_values" not in takes:
         reason = f"{kind} takes no past_key_values"
-    elif ahead := [
-        name
-        for name, part in inner.named_modules()
-        if getattr(part, "layer_idx", None) is not None
-        and getattr(part, "is_causal", True) is False
-    ]:
+    elif ahead:
         reason = f"{ahead[0]} sees later tokens, too"
     elif getattr(config, "output_router_logits", False):
         reason = (
             "output_router_logits adds a balance loss, which is a mean over the whole text and no "
             "sum over its chunks: set it to False"
         )
-    return reason or _why_no_cache(config, kind)
-
-
-def _why_no_cache(config: Any, kind: str) -> str:
-    """Returns why the cache of a model cannot be carried; "" if it can."""
+    if reason:
+        return reason
     try:
-        layers = _empty(config).layers
+        kinds = [type(layer).__name__ for layer in _empty(config).layers]
     except Exception as error:  # noqa: BLE001 - whatever a configuration lacks
         return f"transformers makes none for {kind} ({in_words(error)})"
-    if not layers:
-        return f"transformers makes none for {kind}"
-    for index, layer in enumerate(layers):
-        if (name := type(layer).__name__) not in (*_KEYS, "DummyLayer"):
-            return (
-                f"layer {index} has a {name} in it, and only keys and values of attention are "
-                f"handed on with their gradient"
-            )
-    return ""
+    if not kinds:
+        reason = f"transformers makes none for {kind}"
+    elif others := {*kinds} - {*_KEYS, "DummyLayer"}:
+        reason = (
+            f"it has {sorted(others)}, and only keys and values of attention are handed on with "
+            f"their gradient"
+        )
+    return reason

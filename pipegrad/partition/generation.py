@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -38,14 +38,17 @@ from pipegrad.partition.structural.calls import Change, Watch, apply, find, root
 from pipegrad.partition.structural.shallow import as_kind, twin
 from pipegrad.partition.structural.stage_module import OwnLayer
 from pipegrad.partition.structural.stand_ins import filled
-from pipegrad.partition.weights.files import listed
-from pipegrad.partition.weights.gathered import collected, tensors_by_name
+from pipegrad.partition.weights.files import like, listed
+from pipegrad.partition.weights.gathered import collected, tensors_by_name, tensors_of
 from pipegrad.pipeline.scheduler import evaluating
+from pipegrad.plugins.written import written
 from pipegrad.topology import Topology
 
-_HEAD_BYTES = 4096  # of the first message of a layer; few need a second one
+_MOST_BYTES = 2**15  # of the message of a layer
 _MOST_SECONDS = 600.0  # for what one layer returns
-_ATOMS = (type(None), bool, int, float, str)
+_ATOMS = (type(None), bool, int, float, str, torch.dtype)
+_CACHE = "transformers.cache_utils", "Cache"
+_GATHER = "gather the model by cut.gather(), and generate there"
 
 
 class Link:
@@ -56,53 +59,35 @@ class Link:
         device: Of the stages.
 
     Attributes:
+        topology: The argument.
         ranks: The global ranks of the pipeline.
-        device: The argument.
+        here: The global rank of this process.
         is_inside: Whether a layer of this rank runs.
     """
 
     def __init__(self, topology: Topology | None, device: torch.device) -> None:
-        self._topology = topology
+        self.topology = topology
         self._group = None if topology is None else topology.group_along(topology.pipeline)
         self.ranks = (0,) if topology is None else topology.ranks_along(topology.pipeline)
+        self.here = 0 if topology is None else dist.get_rank()
         self.device = device
         self.is_inside = False
-
-    def rank_of(self, stage: int) -> int:
-        """Returns the global rank of a stage."""
-        return 0 if self._topology is None else self._topology.ranks_of([stage])[0]
-
-    @property
-    def here(self) -> int:
-        """The global rank of this process."""
-        return 0 if self._topology is None else dist.get_rank()
 
     def send(self, message: object, tensors: Sequence[Tensor] = ()) -> None:
         """Sends plain data and tensors to all other ranks. Sync: the current stream."""
         if len(self.ranks) == 1:
             return
-        content = plain.dumps(message)
-        size = len(content).to_bytes(8, "little")
-        first = (size + content)[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0")
-        rest = content[_HEAD_BYTES - 8 :]
-        for part in (first, rest):
-            if part:
-                head = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-                self._broadcast(head.to(self.device), self.here)
-        for tensor in tensors:
+        content = plain.dumps(message).ljust(_MOST_BYTES)
+        if len(content) > _MOST_BYTES:
+            raise StepError(f"it returns too many values for a message: {_GATHER}")
+        head = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device)
+        for tensor in (head, *tensors):
             self._broadcast(tensor.detach().contiguous(), self.here)
 
     def receive(self, rank: int) -> Any:
         """Returns the plain data that a rank sends. The host waits for it."""
-        head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device=self.device)
-        self._broadcast(head, rank)
-        content = head.cpu().numpy().tobytes()
-        size = int.from_bytes(content[:8], "little")
-        if size > _HEAD_BYTES - 8:
-            rest = torch.empty(size + 8 - _HEAD_BYTES, dtype=torch.uint8, device=self.device)
-            self._broadcast(rest, rank)
-            content += rest.cpu().numpy().tobytes()
-        return plain.loads(content[8 : 8 + size])
+        head = self.tensor((_MOST_BYTES,), torch.uint8, rank)
+        return plain.loads(head.cpu().numpy().tobytes())
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
         """Returns a tensor that a rank sends."""
@@ -124,47 +109,6 @@ class Link:
                 broadcast(memory, rank, self._group)
 
 
-class SharedLayer(nn.Module):
-    """A layer that one rank of a pipeline runs for all of them."""
-
-    def _pipegrad_call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs the layer, or receives what it returns."""
-        layer: _Layer = vars(self)["_pipegrad_shared"]
-        link = layer.link
-        is_here = layer.rank == link.here
-        if link.is_inside:
-            if not is_here:
-                raise StepError(
-                    f"a layer calls layer {layer.name!r}, which is on another rank: gather the "
-                    f"model by cut.gather(), and generate there"
-                )
-            return call(*args, **kwargs)
-        caches = [x for x in (*args, *kwargs.values()) if _is_cache(x)]
-        if not is_here:
-            result, changed = layer.received(caches)
-            roots = roots_of(self, args, kwargs) if changed else {}
-            for change, values in zip(layer.changes, changed, strict=True):
-                if values:
-                    apply(change, values, find(roots, change.path))
-            return result
-        link.is_inside = True
-        before = [layer.entries(cache) for cache in caches]
-        watch, tensors = Watch(self, args, kwargs, layer.changes), list[Tensor]()
-        try:
-            result = call(*args, **kwargs)
-            entries = [
-                layer.entries(cache, known) for cache, known in zip(caches, before, strict=True)
-            ]
-            message = [_packed([result, watch.values()], tensors, caches), entries]
-        except Exception as error:
-            link.send(in_words(error))
-            raise
-        finally:
-            link.is_inside = False
-        link.send(message, tensors)
-        return result
-
-
 @dataclass(frozen=True)
 class _Layer:
     """What a `SharedLayer` knows of itself.
@@ -183,43 +127,73 @@ class _Layer:
     indices: tuple[int, ...]
     changes: tuple[Change, ...]
 
-    def received(self, caches: Sequence[Any]) -> Any:
-        """Returns what the layer returned and changed, and gives caches what it says of them."""
-        message = self.link.receive(self.rank)
-        if isinstance(message, str):
-            words = f"layer {self.name!r} failed on rank {self.rank}: {message}"
-            raise following(StepError(words))
-        packed, states = message
-        result = _unpacked(
-            packed, caches, lambda shape, dtype: self.link.tensor(shape, dtype, self.rank)
-        )
-        for cache, parts in zip(caches, states, strict=True):
-            for part, (entries, flags) in zip(_parts_of(cache), parts, strict=True):
-                for index, state in entries.items():
-                    while len(part.layers) <= index:
-                        part.layers.append(part.layer_class_to_replicate())
-                    vars(part.layers[index]).update(_described(state, self.link.device))
-                if flags:
-                    cache.is_updated.update(flags)
+
+class SharedLayer(nn.Module):
+    """A layer that one rank of a pipeline runs for all of them."""
+
+    def _pipegrad_call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs the layer, or receives what it returns."""
+        layer: _Layer = vars(self)["_pipegrad_shared"]
+        link = layer.link
+        caches = [x for x in (*args, *kwargs.values()) if is_imported_kind(x, *_CACHE)]
+        if layer.rank != link.here and link.is_inside:
+            words = f"a layer calls layer {layer.name!r}, which is on another rank: {_GATHER}"
+            raise StepError(words)
+        if layer.rank != link.here:
+            return _received(layer, caches, roots_of(self, args, kwargs))
+        if link.is_inside:
+            return call(*args, **kwargs)
+        link.is_inside = True
+        before = _entries(layer, caches)
+        watch, tensors = Watch(self, args, kwargs, layer.changes), list[Tensor]()
+        try:
+            result = call(*args, **kwargs)
+            packed = _packed([result, watch.values()], caches, tensors)
+            # A layer may share modules with others, and has their entries then, which stay.
+            entries = [entry for entry in _entries(layer, caches) if entry not in before]
+            link.send([packed, entries], tensors)
+        except Exception as error:
+            link.send(in_words(error))
+            raise
+        finally:
+            link.is_inside = False
         return result
 
-    def entries(self, cache: Any, known: Sequence[Any] = ()) -> list[Any]:
-        """Returns what the layer's entries in a cache say of themselves, if that is not known.
 
-        A layer may share modules with others, and has their entries then, which stay as they are.
-        """
-        flags = getattr(cache, "is_updated", None) or {}
-        said = [
-            [
-                {i: _said(vars(part.layers[i])) for i in self.indices if i < len(part.layers)},
-                {i: flags[i] for i in self.indices if i in flags},
-            ]
-            for part in _parts_of(cache)
-        ]
-        for (entries, _), (others, _) in zip(said, known, strict=False):
-            for i in [i for i, other in others.items() if entries[i] == other]:
-                del entries[i]
-        return said
+def _received(layer: _Layer, caches: Sequence[Any], roots: Mapping[str, Any]) -> Any:
+    """Returns what a layer of another rank returned, and changes what it changed."""
+    link = layer.link
+    message = link.receive(layer.rank)
+    if isinstance(message, str):
+        words = f"layer {layer.name!r} failed on rank {layer.rank}: {message}"
+        raise following(StepError(words))
+    packed, entries = message
+    opened = partial(_unpacked, caches=caches, link=link, rank=layer.rank)
+    result, changed = opened(packed)
+    for change, values in zip(layer.changes, changed, strict=True):
+        if values:
+            apply(change, values, find(roots, change.path))
+    parts = [part for cache in caches for part in _parts_of(cache)]
+    for at, index, flag, state in entries:
+        cache, part = parts[at]
+        while len(part.layers) <= index:
+            part.layers.append(part.layer_class_to_replicate())
+        vars(part.layers[index]).update(opened(state))
+        if flag is not None:
+            cache.is_updated[index] = flag
+    return result
+
+
+def _entries(layer: _Layer, caches: Sequence[Any]) -> list[Any]:
+    """Returns what the layer's entries in caches say of themselves, as plain data."""
+    parts = [part for cache in caches for part in _parts_of(cache)]
+    return [
+        (at, i, flags.get(i), _packed(vars(part.layers[i]), ()))
+        for at, (cache, part) in enumerate(parts)
+        for flags in [getattr(cache, "is_updated", None) or {}]
+        for i in layer.indices
+        if i < len(part.layers)
+    ]
 
 
 class _Elsewhere(Tensor):
@@ -238,73 +212,71 @@ class _Elsewhere(Tensor):
         return super().__torch_function__(func, types, args, named)  # type: ignore[no-untyped-call]
 
 
-def _is_cache(value: object) -> bool:
-    return is_imported_kind(value, "transformers.cache_utils", "Cache")
-
-
-def _parts_of(cache: Any) -> list[Any]:
-    """Returns the caches inside of one: that of an encoder-decoder has two."""
+def _parts_of(cache: Any) -> list[tuple[Any, Any]]:
+    """Returns a cache with each of the caches inside of it: that of an encoder-decoder has two."""
     parts = (getattr(cache, f"{name}_attention_cache", None) for name in ("self", "cross"))
-    return [part for part in parts if part is not None] or [cache]
+    return [(cache, part) for part in parts if part is not None] or [(cache, cache)]
 
 
-def _said(value: Any) -> Any:
-    """Returns the attributes of an entry as plain data: of a tensor the shape."""
-    if isinstance(value, Tensor):
+def _packed(value: Any, caches: Sequence[Any], tensors: list[Tensor] | None = None) -> Any:
+    """Returns a value as plain data.
+
+    Args:
+        value: What a layer returned, or the attributes of an entry of a cache.
+        caches: That a layer may return.
+        tensors: Collects tensors. Without it their shapes are enough, and what is no plain data is
+            left out.
+    """
+    number = next((i for i, cache in enumerate(caches) if cache is value), None)
+    is_kept = tensors is None
+    packed: Any = None
+    if isinstance(value, Tensor) and is_kept:
         is_number = value.numel() == 1 and not value.is_floating_point()  # such as a length
         at = value.item() if is_number and not value.is_meta else None
-        return ["tensor", tuple(value.shape), value.dtype, at]
-    if isinstance(value, dict):
-        said = {key: _said(x) for key, x in value.items()}
-        return ["dict", {key: x for key, x in said.items() if x is not None}]
-    if isinstance(value, torch.device):
-        return ["device"]
-    return ["value", value] if isinstance(value, (*_ATOMS, torch.dtype)) else None
-
-
-def _described(said: Any, device: torch.device) -> Any:
-    """Returns what `_said` stands for, with tensors on the meta device."""
-    kind, *of = said
-    if kind == "tensor":
-        shape, dtype, at = of
-        if at is not None:
-            return torch.full(shape, at, dtype=dtype, device=device)
-        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Elsewhere)
-    if kind == "device":
-        return torch.device("meta")
-    return {k: _described(x, device) for k, x in of[0].items()} if kind == "dict" else of[0]
-
-
-def _packed(value: Any, tensors: list[Tensor], caches: Sequence[Any]) -> Any:
-    """Returns what a layer returned as plain data, and collects its tensors."""
-    if isinstance(value, Tensor):
+        packed = ["shape", tuple(value.shape), value.dtype, at]
+    elif isinstance(value, Tensor):
         tensors.append(value)
-        return ["tensor", tuple(value.shape), value.dtype]
-    if type(value) in (tuple, list):
-        return [type(value).__name__, [_packed(x, tensors, caches) for x in value]]
-    if type(value) is dict:
-        return ["dict", {key: _packed(x, tensors, caches) for key, x in value.items()}]
-    if isinstance(value, _ATOMS):
-        return ["value", value]
-    number = next((i for i, cache in enumerate(caches) if cache is value), None)
-    if number is None:
-        raise StepError(
-            f"it returns a {type(value).__name__}, which cannot be sent: gather the model by "
-            f"cut.gather(), and generate there"
-        )
-    return ["cache", number]
+        packed = ["tensor", tuple(value.shape), value.dtype]
+    elif type(value) in (tuple, list) and not is_kept:
+        packed = [type(value).__name__, [_packed(x, caches, tensors) for x in value]]
+    elif type(value) is dict:
+        items = {key: _packed(x, caches, tensors) for key, x in value.items()}
+        packed = ["dict", {key: x for key, x in items.items() if x is not None}]
+    elif isinstance(value, _ATOMS):
+        packed = ["value", value]
+    elif number is not None:
+        packed = ["cache", number]
+    elif is_kept and isinstance(value, torch.device):
+        packed = ["device", None]
+    elif not is_kept:
+        kind = type(value).__name__
+        raise StepError(f"it returns a {kind}, which cannot be sent: {_GATHER}")
+    return packed
 
 
-def _unpacked(packed: Any, caches: Sequence[Any], tensor: Callable[..., Tensor]) -> Any:
-    kind, *of = packed
-    if kind == "tensor":
-        return tensor(*of)
-    if kind == "dict":
-        return {key: _unpacked(x, caches, tensor) for key, x in of[0].items()}
-    if kind in ("tuple", "list"):
-        items = [_unpacked(x, caches, tensor) for x in of[0]]
-        return tuple(items) if kind == "tuple" else items
-    return caches[of[0]] if kind == "cache" else of[0]
+def _unpacked(packed: Any, *, caches: Sequence[Any], link: Link, rank: int) -> Any:
+    """Returns what `_packed` was given, with tensors that a rank sends, or that have a shape."""
+    opened = partial(_unpacked, caches=caches, link=link, rank=rank)
+    match packed:
+        case "tensor", shape, dtype:
+            value: Any = link.tensor(shape, dtype, rank)
+        case "shape", shape, dtype, None:
+            value = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Elsewhere)
+        case "shape", shape, dtype, number:
+            value = torch.full(shape, number, dtype=dtype, device=link.device)
+        case "dict", items:
+            value = {key: opened(x) for key, x in items.items()}
+        case "tuple", items:
+            value = tuple(map(opened, items))
+        case "list", items:
+            value = [opened(x) for x in items]
+        case "cache", number:
+            value = caches[number]
+        case "device", _:
+            value = torch.device("meta")
+        case _, value:
+            pass
+    return value
 
 
 def generate(
@@ -336,21 +308,22 @@ def generate(
             raise StepError("max_time would end the text of each rank at another token: leave it")
         if getattr(uncut.config, "rescale_every", 0):
             raise StepError(
-                "the model divides its weights by powers of two when it generates, and they are "
-                "trained: gather the model by cut.gather(), and generate there"
+                f"the model divides its weights by powers of two when it generates, and they are "
+                f"trained: {_GATHER}"
             )
-        if lost := _lost(uncut, stages):
+        known = tensors_by_name(uncut)
+        there = {id(known[n]) for stage in stages for n in tensors_by_name(stage) if n in known}
+        if lost := [n for n, x in uncut.named_parameters() if id(x) not in there]:
             raise StepError(
                 f"no stage has {listed(lost)}: the sample of the cut did not use it, and "
-                f"generate() may. Gather the model by cut.gather(), and generate there"
+                f"generate() may: {_GATHER}"
             )
         if any(is_fsdp2(x) for stage in held for x in stages[stage].modules()):
             raise StepError(
-                "FSDP2 shards the stages, and gathers layers in a step alone: gather the model by "
-                "cut.gather(), and generate there"
+                f"FSDP2 shards the stages, and gathers layers in a step alone: {_GATHER}"
             )
         leaves = tree_flatten((inputs, dict(named)))[0]
-        return " ".join(_digest(x) for x in leaves if isinstance(x, (*_ATOMS, Tensor)))
+        return written([x for x in leaves if isinstance(x, (*_ATOMS, Tensor))])
 
     if topology is not None:
         digests = agree("generate", check, ranks=link.ranks)
@@ -363,20 +336,6 @@ def generate(
         with Bounded("generate()"), _draws_of_first(link):
             # A graph of compiled code would have messages between ranks inside.
             return model.generate(*inputs, **{"disable_compile": True, **named})
-
-
-def _lost(uncut: nn.Module, stages: Sequence[nn.Module]) -> list[str]:
-    """Returns the parameters of an uncut model that no stage has."""
-    known = tensors_by_name(uncut)
-    there = {id(known[n]) for stage in stages for n in tensors_by_name(stage) if n in known}
-    return [n for n, x in known.items() if isinstance(x, nn.Parameter) and id(x) not in there]
-
-
-def _digest(value: object) -> str:
-    if isinstance(value, Tensor):
-        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return f"{tuple(value.shape)} {hashlib.sha256(content).hexdigest()[:12]}"
-    return repr(value)
 
 
 @contextlib.contextmanager
@@ -417,9 +376,7 @@ def _shared_model(
         needed: Names of what code between layers uses on any stage: it runs on every rank.
     """
     layers = _layers_of(stages, link)
-    here: dict[str, Tensor] = {}
-    for stage in held:
-        here |= tensors_by_name(stages[stage])
+    here = tensors_of([stages[stage] for stage in held], {})
     if len(link.ranks) > 1:
         here |= dict(collected(here, {name for name in needed if name not in here}))
     known = tensors_by_name(uncut)
@@ -434,7 +391,7 @@ def _shared_model(
         if not tensor.is_meta:
             return tensor.to(link.device)
         new = filled(tensor.shape, dtypes.get(tensor.dtype, tensor.dtype), link.device)
-        return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+        return like(tensor, new)
 
     leaves = chain.from_iterable(tree_flatten(vars(part))[0] for part in uncut.modules())
     memo: dict[int, Any] = {id(x): value(x) for x in leaves if isinstance(x, Tensor)}
@@ -462,6 +419,6 @@ def _layers_of(stages: Sequence[nn.Module], link: Link) -> dict[str, tuple[int, 
             calls = vars(part)["_pipegrad_run"][0].flow.calls
             changes = dict.fromkeys(c for x in calls if x.layer == name for c in x.changes)
             given = tuple(c for c in changes if not (c.is_inside or c.is_heard))
-            rank = link.rank_of(stage)
+            rank = 0 if link.topology is None else link.topology.ranks_of([stage])[0]
             layers[name] = stage, _Layer(name, rank, link, tuple(sorted(indices)), given)
     return layers

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import find_batch_size, gather
+from accelerate.utils import find_batch_size, gather, recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
@@ -196,16 +196,16 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             data_seed=accelerator.dataloader_config.data_seed,
         )
 
-    def _of_replicas(self, tensor: _Hf) -> _Hf:
+    def _of_replicas(self, tensors: _Hf) -> _Hf:
         """Returns the values of all replicas, joined: those of one of each one's ranks."""
-        if isinstance(tensor, list | tuple):
-            return type(tensor)(map(self._of_replicas, tensor))
-        if isinstance(tensor, Mapping):
-            return {key: self._of_replicas(value) for key, value in tensor.items()}
         ranks = self._topology.ranks_along(self._topology.data_axes)
-        with self.scheduler.sync.bounded("gather()"):
+
+        def joined(tensor: Tensor) -> Tensor:
             parts = gather(tensor).chunk(dist.get_world_size())
-        return torch.cat([parts[rank] for rank in ranks])
+            return torch.cat([parts[rank] for rank in ranks])
+
+        with self.scheduler.sync.bounded("gather()"):
+            return recursively_apply(joined, tensors)
 
     # What the loop calls.
 
