@@ -4,10 +4,7 @@
 can be guessed. A link that another user has put there would make a run write, empty or remove what
 the link names, with the rights of who runs it. So what is written here is written to no link, and
 to regular files alone. A file that is replaced is written under a name that nobody can guess, and
-that nobody else may have made.
-
-An entry is refused if it belongs to another user. The owner of the folder that it lies in, and
-root, may change everything there anyway, so theirs are not.
+that nobody else may have made. Who owns an entry is not looked at: docs/trust.md says so.
 """
 
 from __future__ import annotations
@@ -105,21 +102,17 @@ def open_to_change(path: Path, flags: int) -> int:
         flags: As those of `os.open`.
 
     Raises:
-        PlantedError: If it is a link, of another kind or another user, or has another name, too.
+        PlantedError: If it is a link, or of another kind.
         OSError: If it cannot be opened.
     """
-    number = _opened(path, flags | os.O_CREAT)
-    if os.fstat(number).st_nlink > 1:
-        os.close(number)
-        raise PlantedError(f"{path} has another name, too (a hard link): remove it")
-    return number
+    return _opened(path, flags | os.O_CREAT)
 
 
 def created(path: Path) -> BufferedWriter:
     """Makes a file for writing, in a folder that is no link.
 
     Raises:
-        PlantedError: If the folder is a link, or of another user.
+        PlantedError: If the folder is a link.
         OSError: If it cannot be made, as FileExistsError.
     """
     folder = _opened(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -164,7 +157,7 @@ def make_folder(path: Path) -> None:
     """Makes a folder, if it is not there.
 
     Raises:
-        PlantedError: If it is a link, of another kind, or of another user.
+        PlantedError: If it is a link, or of another kind.
         OSError: If it cannot be made.
     """
     with suppress(FileExistsError):
@@ -176,7 +169,7 @@ def empty(folder: Path) -> None:
     """Removes what is in a folder.
 
     Raises:
-        PlantedError: If the folder is a link, of another kind, or of another user.
+        PlantedError: If the folder is a link, or of another kind.
         OSError: If something cannot be removed.
     """
     refuse_planted(folder)
@@ -205,18 +198,10 @@ def refuse_planted(folder: Path) -> None:
     """Refuses a folder that `make_folder` would refuse.
 
     Raises:
-        PlantedError: If it is a link, of another kind, or of another user.
+        PlantedError: If it is a link, or of another kind.
         OSError: If it cannot be read.
     """
     os.close(_opened(folder, os.O_RDONLY | os.O_DIRECTORY))
-
-
-def is_own(folder: Path) -> bool:
-    """True if a folder, and a link that names it, belong to this user or to root."""
-    with suppress(OSError):
-        owners = {folder.stat().st_uid, folder.lstat().st_uid}
-        return owners <= {0, os.geteuid()} or owners == {_owner_of_new(folder)}
-    return False
 
 
 def why_not_written(folder: Path, error: BaseException) -> str:
@@ -257,13 +242,8 @@ def _opened(path: Path, flags: int) -> int:
             _refuse_kind(path, path.lstat().st_mode, expected)
         raise
     try:
-        found = os.fstat(number)
-        _refuse_kind(path, found.st_mode, expected)
-        if found.st_uid not in (0, os.geteuid(), path.parent.stat().st_uid) and (
-            found.st_uid != _owner_of_new(path.parent)
-        ):
-            raise PlantedError(f"{path} belongs to another user, number {found.st_uid}: remove it")
-    except BaseException:
+        _refuse_kind(path, os.fstat(number).st_mode, expected)
+    except PlantedError:
         os.close(number)
         raise
     return number
@@ -272,14 +252,6 @@ def _opened(path: Path, flags: int) -> int:
 def _refuse_kind(path: Path, mode: int, expected: int) -> None:
     if (kind := stat.S_IFMT(mode)) != expected:
         raise PlantedError(f"{path} is {_KINDS[kind]}, expected {_KINDS[expected]}: remove it")
-
-
-def _owner_of_new(folder: Path) -> int | None:
-    """Returns to whom a new file in a folder belongs; None if there can be none."""
-    # Some network file systems give all files, or those of root, to one user.
-    with suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
-        return os.fstat(file.fileno()).st_uid
-    return None
 
 
 def _mode_of(path: Path) -> int | None:

@@ -103,7 +103,7 @@ def newest_checkpoint(run: Path) -> Path | None:
     It may be damaged: then its reader refuses it. Nobody takes an older one in its place.
 
     Raises:
-        PlantedError: If another user has put it there.
+        PlantedError: If it is a link.
     """
     newest = next(iter(checkpoints(run)), None)
     if newest is not None:
