@@ -40,7 +40,7 @@ class Run:
         self.cut = pipegrad.cut(
             model,
             RANKS,
-            by="measured",
+            by=[2.0 if index in HEAVY else 1.0 for index in range(LAYERS)],
             boundaries=boundaries,
             how="structural",
             example={"input": batch.x[:1]},

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from pipegrad.errors import TopologyError
 from pipegrad.simulation.balance import Cost, balanced
 
-BY = ("parameters", "time", "measured", "memory")
+BY = ("parameters", "time", "memory")
 
 # An estimate of time needs a price for what moves through memory, beside what is computed. Devices
 # compute about this many operations in the time in which they move a byte.
@@ -27,19 +27,17 @@ class Layer:
         parameters: Id -> bytes and number of elements, of all parameters.
         flops: Floating-point operations of a forward on the sample; 0 if unknown.
         saved_bytes: What a forward keeps for its backward, on the sample; 0 if unknown.
-        seconds: How long its forward and backward took; 0 if unknown.
     """
 
     name: str
     parameters: Mapping[int, tuple[int, int]]
     flops: int = 0
     saved_bytes: int = 0
-    seconds: float = 0.0
 
     @property
     def time(self) -> float:
-        """Its time: measured, in seconds, or else an estimate, in floating-point operations."""
-        return self.seconds or self.flops + _FLOPS_A_BYTE * self.saved_bytes
+        """An estimate of its time, in floating-point operations."""
+        return self.flops + _FLOPS_A_BYTE * self.saved_bytes
 
 
 def starts_of(
@@ -54,7 +52,7 @@ def starts_of(
     Args:
         layers: Where stages may begin.
         num_stages: How many stages.
-        by: What is to be even: of `BY`, or a number for each layer, such as measured seconds.
+        by: What is to be even: of `BY`, or a number for each layer.
         boundaries: Indices or names of these layers, instead of an even cut.
 
     Raises:
@@ -111,7 +109,7 @@ def cost_of(layers: Sequence[Layer], num_stages: int, by: str | Sequence[float])
         return lambda stage, start, end: sums[end] - sums[start]
     if by not in BY:
         raise TopologyError(f"by is {by!r}, expected one of {list(BY)}, or a number for each layer")
-    if by in ("time", "measured"):
+    if by == "time":
         if not any(layer.time for layer in layers):
             raise TopologyError(
                 f"by={by!r} needs a run of the model: take how='structural', or a number for each "

@@ -8,16 +8,13 @@ result = scheduler.step(input_ids=ids, attention_mask=mask, labels=labels)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipegrad.comm.agreement import agree
 from pipegrad.errors import TopologyError
 from pipegrad.model.wrappers import DDP, FSDP1, FSDP2, wrapper_of
 from pipegrad.partition.boundaries import Layer, starts_of
@@ -75,10 +72,9 @@ class Cutter:
             model: The uncut model, of transformers, an ``nn.Sequential``, or any other.
             num_stages: How many stages, each of at least one layer.
             by: What is to be even: ``"parameters"``; ``"time"``, estimated by operations and by
-                memory traffic; ``"measured"``, the time of each layer's forward and backward on
-                the sample, as a mean over ranks; ``"memory"``, of parameters with their gradients
-                and two moments, and of the activations of as many microbatches as a stage of 1f1b
-                has in flight; or a number for each layer.
+                memory traffic; ``"memory"``, of parameters with their gradients and two moments,
+                and of the activations of as many microbatches as a stage of 1f1b has in flight; or
+                a number for each layer, such as the seconds that `profile_stages` measures.
             boundaries: Index or name of the first layer of stages 1, 2, ..., in place of `by`.
                 `Cut.layers` has the names.
             how: ``"structural"`` runs the model's own code on each stage. ``"sequential"`` cuts an
@@ -117,15 +113,13 @@ class Cutter:
                 model, num_stages, by, boundaries, example
             )
         head = _head_of(model, parts[-1].module, way) if _is_chunked(loss) else ""
-        reason = "numbers" if not isinstance(by, str) else by
-        reason = "boundaries" if boundaries is not None else reason
         return Cut(
             model,
             parts,
             layers,
             starts,
             how=way,
-            by=reason,
+            by=by if boundaries is None else "boundaries",
             example=example,
             head=head,
             carry=carried,
@@ -305,15 +299,13 @@ def _structural(
     has_inputs = any(isinstance(x, Tensor) for x in (example or {}).values())
     sample = conventions.arguments({**({} if has_inputs else sample_of(model)), **(example or {})})
     modules = layers_of(model, num_stages)
-    flow = flow_of(model, modules, conventions.samples(sample), timed=by == "measured")
+    flow = flow_of(model, modules, conventions.samples(sample))
     # A dropout between layers belongs to the layer before it: no stage begins with it. What is
     # called before the first layer that has a state is on the first stage.
     begins = [i for i, call in enumerate(flow.calls) if has_state(modules[call.layer])]
     begins[:1] = [0] * bool(begins)
     edges = pairwise([*begins, len(flow.calls)])
     layers = [_layer(flow.calls[a:b], modules) for a, b in edges]
-    if by == "measured":
-        layers = _agreed(layers)
     starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
 
     returned = returned_tensors(flow.returned)
@@ -338,17 +330,7 @@ def _layer(calls: Sequence[Call], modules: Mapping[str, nn.Module]) -> Layer:
         {k: v for call in calls for k, v in _sizes(modules[call.layer]).items()},
         sum(call.flops for call in calls),
         sum(call.saved_bytes for call in calls),
-        sum(call.seconds for call in calls),
     )
-
-
-def _agreed(layers: Sequence[Layer]) -> list[Layer]:
-    """Returns layers with the mean of the times that all ranks have measured."""
-    seconds = [layer.seconds for layer in layers]
-    if dist.is_initialized():
-        replies = agree("the times of layers", lambda: seconds)
-        seconds = [sum(times) / len(times) for times in zip(*replies, strict=True)]
-    return [replace(layer, seconds=time) for layer, time in zip(layers, seconds, strict=True)]
 
 
 def _sizes(layer: nn.Module) -> dict[int, tuple[int, int]]:

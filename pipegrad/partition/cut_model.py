@@ -89,7 +89,7 @@ class Cut:
         boundaries: Sequence[int],
         *,
         how: str,
-        by: str,
+        by: str | Sequence[float],
         example: Mapping[str, object] | None = None,
         head: str = "",
         carry: CarriedCache | None = None,
@@ -155,7 +155,8 @@ class Cut:
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-        title = f"{self.num_stages} stages, {self.how}, cut by {self._by}"
+        by = self._by if isinstance(self._by, str) else "numbers"
+        title = f"{self.num_stages} stages, {self.how}, cut by {by}"
         return "\n".join([title, *map(str.rstrip, lines)])
 
     def load(self, stages: Iterable[int], scheduler: Scheduler | None = None) -> None:
@@ -313,9 +314,15 @@ class Cut:
 
     def _times_of(self, stage: int) -> dict[str, float]:
         """Returns the layers of a stage with their times, or with 1 if times are unknown."""
-        times = {layer.name: layer.time for layer in self.layers}
-        are_known = all(times.values())
-        return {name: times[name] if are_known else 1.0 for name in self.layers_of(stage)}
+        times: Sequence[float] = [layer.time for layer in self.layers]
+        if not isinstance(self._by, str):
+            times = self._by
+        if not all(times):
+            times = [1.0] * len(times)
+        edges = [0, *self.boundaries, len(self.layers)]
+        at = slice(edges[stage], edges[stage + 1])
+        names = (layer.name for layer in self.layers[at])
+        return dict(zip(names, times[at], strict=True))
 
     def stages(
         self, indices: Sequence[int], *, own_loss: bool = False, recompute: bool = False

@@ -157,7 +157,6 @@ class Call:
         lost: Names of modules inside and their attributes that it changes, but not to tensors.
         flops: Floating-point operations of its forward on the sample.
         saved_bytes: What its forward keeps for its backward, on the sample.
-        seconds: How long its forward and backward took on the sample; 0 if that was not measured.
     """
 
     name: str
@@ -173,7 +172,6 @@ class Call:
     lost: frozenset[tuple[str, str]]
     flops: int
     saved_bytes: int
-    seconds: float
 
     @cached_property
     def is_like_first(self) -> bool:

@@ -39,8 +39,6 @@ def flow_of(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     samples: Sequence[Mapping[str, object]],
-    *,
-    timed: bool = False,
 ) -> Flow:
     """Returns what a model does with a sample: the first one that it can take.
 
@@ -48,28 +46,19 @@ def flow_of(
         model: The uncut model. It is as before afterwards.
         layers: Its layers, by name.
         samples: Keyword arguments of its forward, in several ways.
-        timed: Whether to measure how long layers take.
 
     Raises:
-        TopologyError: If the model fails, or if layers without memory are to be measured.
+        TopologyError: If the model fails.
     """
     is_meta = any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
-    if timed and is_meta:
-        raise TopologyError(
-            "by='measured' runs the layers, and those of a model on the meta device cannot run: "
-            "take by='time', or a number for each layer"
-        )
-    ways = list[Callable[..., Flow]]()
-    if not timed:
-        ways = [
-            partial(_run, fake=True, given=given, dtype=dtype)
-            for given in (False, True)
-            for dtype in (None, EXPERTS)
-        ]
+    ways: list[Callable[..., Flow]] = [
+        partial(_run, fake=True, given=given, dtype=dtype)
+        for given in (False, True)
+        for dtype in (None, EXPERTS)
+    ]
     runs = [(way, sample) for sample in samples for way in ways]
     if not is_meta:
-        real = partial(_run, fake=False, given=True, timed=timed)
-        runs += [(real, sample) for sample in samples]
+        runs += [(partial(_run, fake=False, given=True), sample) for sample in samples]
     failures = list[Exception]()
     for run, sample in runs:
         try:
@@ -127,7 +116,6 @@ def _run(
     fake: bool,
     given: bool,
     dtype: torch.dtype | None = None,
-    timed: bool = False,
     is_training: bool = False,
 ) -> Flow:
     """Runs a model.
@@ -139,7 +127,6 @@ def _run(
         fake: Whether its tensors have no values.
         given: Whether what it is given has values.
         dtype: Of fake tensors; their own if None.
-        timed: Whether to measure layers.
         is_training: Whether to run in training mode.
     """
     tensor_of = cache(partial(_fake, dtype=dtype) if fake else _real)
@@ -160,7 +147,7 @@ def _run(
         if is_training:
             copied.train()
         inputs = {n: input_of(x) if isinstance(x, Tensor) else x for n, x in sample.items()}
-        recorder = ModelRecorder(copied, [*layers], inputs, timed=timed)
+        recorder = ModelRecorder(copied, [*layers], inputs)
         try:
             with recorder, recorder.noticing_functions():
                 returned = copied(**inputs)

@@ -6,7 +6,6 @@ What it records, and why, is in [Note: flow] in `flow`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -49,7 +48,6 @@ _INDEXED = (
     torch.ops.aten.index_put_.default,
 )
 _GLUE = "code outside of layers"
-_REPEATS = 3  # of a layer that is measured; the shortest time counts
 
 Changes = Sequence[tuple[Change, list[Any]]]  # with the new values
 
@@ -92,7 +90,6 @@ class ModelRecorder(TorchDispatchMode):
         model: The model, which nobody else uses.
         layers: Names of its layers.
         inputs: What it will be called with.
-        timed: Whether to measure layers.
 
     Attributes:
         written: As in `Flow`.
@@ -105,8 +102,6 @@ class ModelRecorder(TorchDispatchMode):
         model: nn.Module,
         layers: Sequence[str],
         inputs: Mapping[str, object],
-        *,
-        timed: bool,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         for name in layers:
@@ -119,7 +114,6 @@ class ModelRecorder(TorchDispatchMode):
         self._names = {id(tensor): name for name, tensor in named.items()}
         self._named = _keys([*named.values()])
         self._inputs = _keys(inputs)
-        self._timed = timed
         self._calls: list[Call] = []
         self._changes: list[tuple[nn.Module, Changes]] = []  # of each call
         self._times: dict[str, int] = {}  # how often each layer was called
@@ -213,16 +207,13 @@ class ModelRecorder(TorchDispatchMode):
             )
         origin = self._origin_of(_direct((args, *kwargs.values()))) | self._decided
         _refuse_overwritten(origin)
-        inputs, seconds, running = tree_flatten((args, kwargs))[0], 0.0, _Running(name, origin)
+        inputs, running = tree_flatten((args, kwargs))[0], _Running(name, origin)
         self._running = running
         try:
             with _saved(layer) as saved:
                 returned, changes = self._run(running, layer, function, args, kwargs)
             flops = running.flops
             overwritten = [running.inputs[key] for key in running.overwritten]
-            if self._timed:
-                with self._quietly():
-                    seconds = min(_seconds(layer, function, args, kwargs) for _ in range(_REPEATS))
         finally:
             self._running = None
         leaves, structure = tree_flatten(returned)
@@ -258,7 +249,6 @@ class ModelRecorder(TorchDispatchMode):
                 lost=lost,
                 flops=flops,
                 saved_bytes=sum(saved.values()),
-                seconds=seconds,
             )
         )
         self._changes.append((layer, followed))
@@ -433,30 +423,6 @@ def _saved(layer: nn.Module) -> Iterator[dict[int, int]]:
         yield saved
     for key in _keys([*layer.parameters()]):
         saved.pop(key, None)
-
-
-def _seconds(
-    layer: nn.Module,
-    function: Callable[..., Any],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-) -> float:
-    """Returns how long a layer's forward and backward take. No gradient, no change is kept."""
-    watch, clones = Watch(layer, args, kwargs), Replaced(_copy)
-    args, kwargs = clones.of((args, kwargs))
-    began = time.perf_counter()
-    with torch.enable_grad():
-        outputs = [x for x in _tensors(function(*args, **kwargs)) if x.requires_grad]
-        wanted = [x for x in (*_tensors((args, kwargs)), *layer.parameters()) if x.requires_grad]
-        results: list[Tensor | None] = [*outputs]
-        if outputs:
-            ones = [torch.ones_like(output) for output in outputs]
-            results += torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-    for tensor in [x for x in results if x is not None][-1:]:
-        tensor.flatten()[:1].tolist()  # the host waits for the device
-    seconds = time.perf_counter() - began
-    watch.restore()
-    return seconds
 
 
 def _collects(part: nn.Module) -> bool:

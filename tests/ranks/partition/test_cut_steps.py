@@ -148,7 +148,7 @@ def test_dropout_follows_seeds_and_modes() -> None:
     assert [quiet, still] == pytest.approx([true, true], abs=1e-6, rel=0)
 
 
-def test_ranks_of_a_pipeline_have_one_batch_and_one_measured_cut() -> None:
+def test_ranks_of_a_pipeline_have_one_batch() -> None:
     """A loader that divides data over all ranks gives each rank of a pipeline its own batch.
 
     It was accepted: the pipeline trained on inputs and labels that do not belong together.
@@ -159,6 +159,3 @@ def test_ranks_of_a_pipeline_have_one_batch_and_one_measured_cut() -> None:
         twins.scheduler.step(**batch)
     assert len(set(gathered(str(caught.value)))) == 1
     twins.close()
-    # Ranks measure together and cut alike.
-    first, second = gathered(cut(LLAMA.build(), 3, by="measured").boundaries)
-    assert first == second
