@@ -112,7 +112,8 @@ def read_manifest(run: Path) -> dict[str, Any] | None:
     """
     path = run / MANIFEST
     try:
-        return dict(run_files.parsed_json(run_files.read(path)))
+        manifest: Any = run_files.parsed_json(run_files.read(path))
+        return dict[str, Any](manifest)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:

@@ -57,11 +57,12 @@ def make_summary(
         sum(own.stages[action.stage].seconds(action.kind) for action in actions)
         for actions in job.schedule.actions
     ]
+    bubble = [1 - seconds / step if step else 0.0 for seconds in busy]
     times = {
         "stage_to_rank": list(job.schedule.stage_to_rank),
         "time_unit": "seconds" if costs else "units",
         "step_time": step,
-        "bubble": [1 - seconds / step if step else 0.0 for seconds in busy],
+        "bubble": bubble,
         "peak_bytes": list(result.peak_bytes) if costs else None,
     }
     views = _views(job, topology)
@@ -83,7 +84,7 @@ def make_summary(
         "ties": list(_ties(job, manifest)),
         "routes": list(_routes(job, manifest, plans)),
         "links": list(_links(program, own if costs else None)),
-        "pipeline_ranks": list(_pipeline_ranks(job, stages, plans, proof, times["bubble"])),
+        "pipeline_ranks": list(_pipeline_ranks(job, stages, plans, proof, bubble)),
         "collectives": sum(n for n, _ in _launched(buckets.values(), topology)),
         "reduced_bytes": sum(nbytes for _, nbytes in _launched(buckets.values(), topology)),
     }
