@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import pipegrad
 from pipegrad import Scheduler, Stage, Topology, schedules
-from pipegrad.observe.step_recorder import HostStamps, StepRecorder
+from pipegrad.observe.step_recorder import Stamps, StepRecorder
 from pipegrad.schedules import lower
 from pipegrad.testing import run_ranks
 
@@ -104,7 +104,7 @@ def own_seconds() -> float:
         schedules.build("1f1b", num_ranks=2, num_microbatches=MICROBATCHES),
         links=[schedules.Link("x", 0, (1,))],
     )
-    recorder = StepRecorder(0, HostStamps(), steps=3, names={})
+    recorder = StepRecorder(0, Stamps(), steps=3, names={})
 
     def step() -> None:
         recorder.begin_step(0, program)

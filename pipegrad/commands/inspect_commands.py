@@ -184,15 +184,13 @@ def _parts(result: Examination) -> Iterator[RenderableType]:
     )
     if result.links:
         yield table(
-            ["from", "to", "latency", "alone", "both ways at once", "with all of its host"],
+            ["from", "to", "latency", "rate"],
             (
                 [
-                    link.costs.source,
-                    link.costs.target,
-                    f"{link.costs.latency_seconds * 1e6:,.0f} us",
-                    f"{link.costs.bytes_per_second / 1e6:,.0f} MB/s",
-                    f"{link.both_ways:.0%}",
-                    f"{link.busy:.0%}",
+                    link.source,
+                    link.target,
+                    f"{link.latency_seconds * 1e6:,.0f} us",
+                    f"{link.bytes_per_second / 1e6:,.0f} MB/s",
                 ]
                 for link in result.links
             ),

@@ -25,18 +25,17 @@ import torch.distributed as dist
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.collectives import backend_of
 from pipegrad.limits import num_cores
-from pipegrad.observe.links import Measured, Pair, host_name, measure_links, network_of
+from pipegrad.observe.links import Pair, host_name, measure_links, network_of
 from pipegrad.observe.recording import Reading, read_clock
 from pipegrad.pipeline.edges import Edges
 from pipegrad.schedules.program.program import Channel
-from pipegrad.simulation.costs import Costs, Network, StageCosts
+from pipegrad.simulation.costs import Costs, LinkCosts, Network, StageCosts
 from pipegrad.topology import Topology
 
 _ALL_PAIRS_RANKS = 8  # more ranks have too many pairs: then neighbours alone are measured
 _LATE_SECONDS = 1.0
 _SLOW = 2.0  # so many times slower than the median is odd
 _ASYMMETRIC = 1.5
-_HALF_DUPLEX = 0.7
 _CLOCK_SECONDS = 1.0
 
 
@@ -77,15 +76,15 @@ class Examination:
         ranks: Of each rank.
         late_seconds: For each rank how much later than the first one it answered.
         clocks: For each rank how far its clock is from that of the first rank.
-        links: Of each link that was measured.
-        network: What explains the links, for `Costs`.
+        links: What messages take on each link that was measured.
+        network: The links, and which ranks share a host, for `Costs`.
         odd: What a person should look at, in words; empty if all is well.
     """
 
     ranks: tuple[RankFacts, ...]
     late_seconds: tuple[float, ...]
     clocks: tuple[Reading, ...]
-    links: tuple[Measured, ...]
+    links: tuple[LinkCosts, ...]
     network: Network
     odd: tuple[str, ...]
 
@@ -104,14 +103,9 @@ class Examination:
                 )
             ],
             "links": [
-                {
-                    **asdict(link.costs),
-                    # JSON has no infinity.
-                    "bytes_per_second": min(link.costs.bytes_per_second, sys.float_info.max),
-                    "both_ways": link.both_ways,
-                    "busy": link.busy,
-                }
-                for link in self.links
+                # JSON has no infinity.
+                {**asdict(x), "bytes_per_second": min(x.bytes_per_second, sys.float_info.max)}
+                for x in self.links
             ],
             "network": self.costs.to_json().get("network", {}),
             "odd": list(self.odd),
@@ -134,7 +128,7 @@ def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examinati
     ranks = tuple(met("pipegrad doctor", partial(_facts, device)))
     size, pairs, hosts = len(ranks), _pairs(ranks), [facts.home for facts in ranks]
     readings: Sequence[Reading] = [Reading(0.0)] * size
-    links: tuple[Measured, ...] = ()
+    links: tuple[LinkCosts, ...] = ()
     if pairs:
         topology = Topology.create(pipeline=size, device_type=device.type)
         channels = [Channel(0, "F" if a < b else "B", a, b) for a, b in pairs]
@@ -146,7 +140,6 @@ def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examinati
             rank=rank,
             ranks=range(size),
             pairs=pairs,
-            hosts=hosts,
             device=device,
             timeout_seconds=timeout_seconds,
         )
@@ -216,7 +209,7 @@ def oddities(
     ranks: Sequence[RankFacts],
     late_seconds: Sequence[float],
     clocks: Sequence[Reading],
-    links: Sequence[Measured],
+    links: Sequence[LinkCosts],
 ) -> Iterator[str]:
     """Yields what a person should look at, in words."""
     yield from _other_versions(ranks)
@@ -231,7 +224,7 @@ def oddities(
         if clock.error > _CLOCK_SECONDS:
             yield f"rank {facts.rank}: its clock is known to {clock.error:.1f} s only"
     home = {facts.rank: facts.home for facts in ranks}
-    is_local = [home[link.costs.source] == home[link.costs.target] for link in links]
+    is_local = [home[link.source] == home[link.target] for link in links]
     # Messages of a host to itself cost processor time on gloo, so they say nothing of a link.
     of_hosts = [link for link, local in zip(links, is_local, strict=True) if not local]
     of_cards = [link for link, local in zip(links, is_local, strict=True) if local]
@@ -278,12 +271,12 @@ def _hosts(ranks: Sequence[RankFacts]) -> Iterator[str]:
             )
 
 
-def _slow_links(links: Sequence[Measured]) -> Iterator[str]:
+def _slow_links(links: Sequence[LinkCosts]) -> Iterator[str]:
     if len(links) < 3:
         return
-    rate = statistics.median(link.costs.bytes_per_second for link in links)
-    latency = statistics.median(link.costs.latency_seconds for link in links)
-    for costs in (link.costs for link in links):
+    rate = statistics.median(link.bytes_per_second for link in links)
+    latency = statistics.median(link.latency_seconds for link in links)
+    for costs in links:
         ends = f"rank {costs.source} to rank {costs.target}"
         if costs.bytes_per_second * _SLOW < rate:
             yield (
@@ -297,18 +290,12 @@ def _slow_links(links: Sequence[Measured]) -> Iterator[str]:
             )
 
 
-def _directions(links: Sequence[Measured]) -> Iterator[str]:
-    rates = {(x.costs.source, x.costs.target): x.costs.bytes_per_second for x in links}
-    for link in links:
-        pair = link.costs.source, link.costs.target
-        there, back = rates[pair], rates.get((pair[1], pair[0]), rates[pair])
+def _directions(links: Sequence[LinkCosts]) -> Iterator[str]:
+    rates = {(link.source, link.target): link.bytes_per_second for link in links}
+    for (source, target), there in rates.items():
+        back = rates.get((target, source), there)
         if back > _ASYMMETRIC * there:
             yield (
-                f"rank {pair[0]} to rank {pair[1]}: {there / 1e6:.0f} MB/s, and back "
+                f"rank {source} to rank {target}: {there / 1e6:.0f} MB/s, and back "
                 f"{back / 1e6:.0f} MB/s"
-            )
-        if link.both_ways < _HALF_DUPLEX and pair[0] < pair[1]:
-            yield (
-                f"ranks {pair[0]} and {pair[1]}: messages in both directions at once reach "
-                f"{link.both_ways:.0%} of their rate alone: the link is not full duplex"
             )

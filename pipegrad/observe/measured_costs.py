@@ -10,7 +10,6 @@ microbatch has (reductions, the optimizer, the host), and the codecs of hops.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,15 +21,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
 from pipegrad.errors import ScheduleError, StepError
 from pipegrad.gradients.main_params import MainParameter
 from pipegrad.gradients.named_optimizer import Optimizer, parts_in
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.wrappers import fsdp_modules
-from pipegrad.observe.links import Pair, host_name, measure_links, network_of
-from pipegrad.observe.stage_profile import StageAlone
+from pipegrad.observe.links import SIZES, Pair, host_name, measure_links, network_of
+from pipegrad.observe.stage_profile import StageAlone, clock
 from pipegrad.pipeline.batch import Batch
 from pipegrad.pipeline.codings import Codec, CodecChoice, Coding, Feedback, Hop, Position
 from pipegrad.pipeline.edges import Spec
@@ -121,8 +119,8 @@ def measure_costs(
         network = _network(scheduler, pairs, seconds) if pairs else Network()
         return network, host
 
-    # Each link has a meeting of its own, and so have links that are used at once.
-    patience = seconds * (1 + 3 * len(pairs))
+    # Each size of message on a link has a meeting of its own.
+    patience = seconds * (1 + (1 + len(SIZES)) * len(pairs))
     result = agree("links", around, ranks=ranks, timeout_seconds=patience)
     network, host = next(each for each in result if each is not None)
     codecs = agree("codecs", partial(measured_codecs, scheduler, profile.specs), ranks=ranks)
@@ -147,7 +145,6 @@ def _network(scheduler: Scheduler, pairs: Sequence[Pair], timeout_seconds: float
         rank=topology.coordinate(topology.pipeline),
         ranks=pipeline,
         pairs=pairs,
-        hosts=hosts,
         device=scheduler.sync.device,
         timeout_seconds=timeout_seconds,
     )
@@ -219,12 +216,13 @@ class _Profile:
             splits=self._scheduler.schedule.splits_backward,
             device=self._device,
         )
-        made = dict(zip(wiring.made[stage], alone.outputs(), strict=False))
-        outputs = {self._scheduler.program.links[i].name: x for i, x in made.items()}
+        outputs, costs = alone.measured(self._repeats)
+        made = dict(zip(wiring.made[stage], outputs, strict=False))
         sync = self._scheduler.sync
         seconds, num_bytes = optimizer_costs(sync, self._optimizer, stage, self._repeats)
         costs = replace(
-            alone.costs(outputs, self._repeats),
+            costs,
+            outputs={self._scheduler.program.links[i].name: x.nbytes for i, x in made.items()},
             optimizer_seconds=seconds,
             gradient_bytes=gradient_bytes(sync, stage),
             optimizer_bytes=num_bytes,
@@ -376,12 +374,10 @@ def _copied_groups(
 
 
 def _step_seconds(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> float:
-    sync_points.finish_device(device)
-    began = time.perf_counter()
+    began = clock(device)
     for optimizer in optimizers:
         optimizer.step()
-    sync_points.finish_device(device)
-    return time.perf_counter() - began
+    return clock(device) - began
 
 
 def host_costs(timeline: Timeline) -> HostCosts:
@@ -469,15 +465,13 @@ def _measured(
     coding = Coding(codec, carried, feedback)
     value_bytes = message_bytes = 0
     encode = decode = 0.0
-    # Numbers of its own: those of the caller stay as they are.
-    generator = torch.Generator(device).manual_seed(0)
     for number, spec in enumerate(specs):
         wire = coding.on_wire(spec)
         value_bytes += spec.nbytes
         message_bytes += wire.nbytes
         if wire is not spec:
-            drawn = torch.randn(spec.shape, dtype=torch.float32, device=device, generator=generator)
-            seconds = _seconds(coding, feedback, drawn.to(spec.dtype), spec, Position(number, 0))
+            value = _random(spec, device).detach()
+            seconds = _seconds(coding, feedback, value, spec, Position(number, 0))
             encode, decode = encode + seconds[0], decode + seconds[1]
     share = message_bytes / value_bytes
     return CodecCosts(hop, carried, codec.name, share, encode / value_bytes, decode / value_bytes)
@@ -489,14 +483,11 @@ def _seconds(
     """Returns the shortest of some times: a longer one shows a machine that was busy."""
     decoded, stamps = torch.empty_like(value), list[tuple[float, float, float]]()
     for _ in range(_REPEATS + 1):
-        sync_points.finish_device(value.device)
-        begin = time.perf_counter()
+        begin = clock(value.device)
         message = coding.encoded(value, spec, position)
-        sync_points.finish_device(value.device)
-        middle = time.perf_counter()
+        middle = clock(value.device)
         coding.decode(message, decoded)
-        sync_points.finish_device(value.device)
-        stamps.append((begin, middle, time.perf_counter()))
+        stamps.append((begin, middle, clock(value.device)))
         feedback.end(lambda: False)
         feedback.decide()  # from now on an error is added, as in all steps but the first
     stamps = stamps[1:]  # the first one makes memory, and kernels

@@ -79,22 +79,19 @@ class Clock(NamedTuple):
 
 def clocks_of(before: Sequence[Reading], after: Sequence[Reading]) -> tuple[Clock, ...]:
     """Returns the clock of each rank, of the readings of all ranks."""
-    return tuple(
-        Clock(
-            *(
-                _shared(reading, of_all[0])
-                for reading, of_all in zip(pair, (before, after), strict=True)
-            )
-        )
-        for pair in zip(before, after, strict=True)
-    )
+    return tuple(map(Clock, _with_shared(before), _with_shared(after)))
 
 
-def _shared(reading: Reading, first: Reading) -> Reading:
-    """Returns a reading without an offset, if the rank shares the clock of the first rank."""
-    # A container may have a clock of its own. Then the offset is larger than its error.
-    is_shared = reading.machine == first.machine != "" and abs(reading.offset) <= reading.error
-    return reading._replace(offset=0.0, error=0.0) if is_shared else reading
+def _with_shared(readings: Sequence[Reading]) -> list[Reading]:
+    """Returns readings, without an offset where a rank shares the clock of the first rank."""
+    machine = readings[0].machine
+    return [
+        # A container may have a clock of its own. Then the offset is larger than its error.
+        r._replace(offset=0.0, error=0.0)
+        if r.machine == machine != "" and abs(r.offset) <= r.error
+        else r
+        for r in readings
+    ]
 
 
 def read_clock(edges: Edges, rank: int, num_ranks: int) -> Reading:
@@ -126,15 +123,14 @@ def read_clock(edges: Edges, rank: int, num_ranks: int) -> Reading:
 
 def fastest(ping: Ping, machine: str) -> Reading:
     """Returns the reading of the fastest of some round trips."""
-    best = Reading(0.0, 0.0, float("inf"))
+    readings = list[Reading]()
     for _ in range(_PINGS):
         asked = time.perf_counter()
-        answer = ping()
+        offset = ping() - asked
         answered = time.perf_counter()
         error = (answered - asked) / 2
-        if error < best.error:
-            best = Reading(answered, answer - (asked + answered) / 2, error, machine)
-    return best
+        readings.append(Reading(answered, offset - error, error, machine))
+    return min(readings, key=attrgetter("error"))
 
 
 def _send(group: dist.ProcessGroup, peer: int, number: float) -> None:
@@ -339,10 +335,9 @@ def assembled(
     step_ends.append(max(own.end for own in aligned))
     spans = list(_transfers(aligned))
     # What runs beside a rank may overlap. What a rank itself does may not, nor may it leave gaps.
-    for own, times in zip(aligned, begins, strict=True):
+    for own in aligned:
         spans += [span for span in own.spans if span.kind not in ON_RANK]
-        filled = _filled(own.rank, [s for s in own.spans if s.kind in ON_RANK], times, own.end)
-        spans += _padded(filled, times, step_ends)
+        spans += _filled(own, step_ends[-1])
     schedule = program.schedule
     return Timeline(
         schedule.name,
@@ -377,37 +372,36 @@ def _aligned(own: Recorded, clock: Clock, zero: float, count: Mapping[int, int])
     )
 
 
-def _filled(rank: int, spans: Iterable[Span], begins: Sequence[float], end: float) -> list[Span]:
-    """Returns what a rank did without gaps or overlaps; what is nothing else is "host"."""
-    filled, now = list[Span](), begins[0]
-    for span in sorted(spans, key=attrgetter("begin", "end")):
+def _filled(own: Recorded, end: float) -> list[Span]:
+    """Returns what a rank did from the begin of a timeline to its end, without gaps or overlaps.
+
+    What is nothing else is "host"; a rank that has ended its steps waits for others.
+    """
+    rank, begins = own.rank, [seconds for _, seconds in own.steps]
+    filled, now = list[Span](), 0.0
+    on_rank = (span for span in own.spans if span.kind in ON_RANK)
+    for span in sorted(on_rank, key=attrgetter("begin", "end")):
         begin = max(span.begin, now)
-        if begin > now:
-            filled += _hosts(rank, now, begin, begins)
+        filled += _hosts(rank, now, begin, begins)
         if span.end > begin or span.end == span.begin:
             filled.append(span._replace(begin=begin, end=max(span.end, begin)))
         now = max(now, span.end)
-    return filled + _hosts(rank, now, end, begins)
+    filled += _hosts(rank, now, own.end, begins)
+    last = filled[-1].end
+    if end > last:
+        step, label = len(begins) - 1, "the last rank"
+        filled.append(Span(rank, "wait for ranks", last, end, step, label=label))
+    return filled
 
 
 def _hosts(rank: int, begin: float, end: float, begins: Sequence[float]) -> list[Span]:
     """Returns host time, cut where steps begin."""
     cuts = [begin, *(b for b in begins if begin < b < end), end]
     return [
-        Span(rank, "host", a, b, bisect_right(begins, a) - 1) for a, b in pairwise(cuts) if b > a
+        Span(rank, "host", a, b, max(0, bisect_right(begins, a) - 1))
+        for a, b in pairwise(cuts)
+        if b > a
     ]
-
-
-def _padded(spans: list[Span], begins: Sequence[float], step_ends: Sequence[float]) -> list[Span]:
-    """Returns the spans of a rank, from the begin of the timeline to its end."""
-    rank = spans[0].rank
-    if begins[0] > 0:
-        spans.insert(0, Span(rank, "host", 0.0, begins[0]))
-    last = spans[-1].end
-    if step_ends[-1] > last:
-        step = len(step_ends) - 1
-        spans.append(Span(rank, "wait for ranks", last, step_ends[-1], step, label="the last rank"))
-    return spans
 
 
 def _transfers(owns: Sequence[Recorded]) -> Iterator[Span]:

@@ -11,7 +11,8 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,18 +38,10 @@ Loss = Callable[[tuple[Tensor, ...]], Tensor]  # of the outputs of the last stag
 _WARM_UP = 2  # the first passes compile, and make gradients
 
 
-class _Passes(NamedTuple):
-    """Seconds of one microbatch's passes.
-
-    Attributes:
-        forward: F.
-        backward: B, or I and W together.
-        weights: W, of a split backward.
-    """
-
-    forward: float
-    backward: float
-    weights: float = 0.0
+def clock(device: torch.device) -> float:
+    """Returns the time of the host when a device has computed all that it was given."""
+    sync_points.finish_device(device)
+    return time.perf_counter()
 
 
 class StageAlone:
@@ -94,10 +87,26 @@ class StageAlone:
         self._held_anyway = set(_storages([*copies.values(), *given]))
         mark(self._leaves if splits else ())  # as before a first step: [Note: direct]
 
-    def outputs(self) -> tuple[Tensor, ...]:
-        """Returns what the stage makes, without losses."""
+    def measured(self, repeats: int) -> tuple[tuple[Tensor, ...], StageCosts]:
+        """Returns the outputs without losses, and the costs of a microbatch without theirs.
+
+        What buckets and the optimizer hold is not among them. The median of `repeats` counts.
+        """
         with self._apart():
-            return self._forward()[0]
+            outputs, _ = self._forward()
+            timed = [self._timed() for _ in range(_WARM_UP + repeats)][_WARM_UP:]
+            activations, factors = self._held()
+        forward, backward, weights = map(statistics.median, zip(*timed, strict=True))
+        parameters = self._parameters
+        return outputs, StageCosts(
+            forward_seconds=forward,
+            backward_seconds=backward,
+            weight_seconds=weights,
+            parameter_bytes=sum(p.nbytes for p in parameters),
+            gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+            activation_bytes=activations,
+            factor_bytes=factors,
+        )
 
     def _held(self) -> tuple[int, int]:
         """Returns the bytes that a microbatch holds from F on, and from I to W.
@@ -110,38 +119,13 @@ class StageAlone:
             saved.append(tensor)
             return tensor
 
-        with self._apart():
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
-                outputs, _ = self._forward()
-            kept = [] if self._loss is not None else list(outputs)
-            live = [] if self._stage.recompute else [*saved, *kept]
-            activations = self._bytes(live)
-            products = self._backward_inputs(self._forward()[1]) if self._splits else []
-            factors = [t for p in products for t in (p.operand, p.gradient) if t is not None]
-            return activations, self._bytes(factors)
-
-    def costs(self, outputs: Mapping[str, Tensor], repeats: int) -> StageCosts:
-        """Returns what a microbatch costs, and what the stage holds without buckets or optimizer.
-
-        Args:
-            outputs: What it hands on, by name.
-            repeats: Of each pass; the median counts.
-        """
-        with self._apart():
-            timed = [self._timed() for _ in range(_WARM_UP + repeats)][_WARM_UP:]
-        passes = _Passes(*map(statistics.median, zip(*timed, strict=True)))
-        activations, factors = self._held()
-        parameters = self._parameters
-        return StageCosts(
-            forward_seconds=passes.forward,
-            backward_seconds=passes.backward,
-            weight_seconds=passes.weights,
-            parameter_bytes=sum(p.nbytes for p in parameters),
-            gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
-            activation_bytes=activations,
-            factor_bytes=factors,
-            outputs={name: tensor.nbytes for name, tensor in outputs.items()},
-        )
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs, _ = self._forward()
+        kept = [] if self._loss is not None else list(outputs)
+        activations = self._bytes([] if self._stage.recompute else [*saved, *kept])
+        products = self._backward_inputs(self._forward()[1]) if self._splits else []
+        factors = [t for p in products for t in (p.operand, p.gradient) if t is not None]
+        return activations, self._bytes(factors)
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
         result = _storages(tensors)
@@ -173,31 +157,34 @@ class StageAlone:
         ends = outputs if self._loss is None else (self._loss(outputs),)
         return outputs, [root for root in (*ends, *losses) if root.requires_grad]
 
-    def _timed(self) -> _Passes:
-        """Runs one microbatch; gradients add up in the copies, as in a step."""
-        clock, recomputes = self._clock, self._stage.recompute
-        began = clock()
+    def _timed(self) -> tuple[float, float, float]:
+        """Runs one microbatch; gradients add up in the copies, as in a step.
+
+        Returns the seconds of F, of B or of I and W together, and of W.
+        """
+        device, recomputes = self._device, self._stage.recompute
+        began = clock(device)
         with torch.no_grad() if recomputes else contextlib.nullcontext():
             roots = self._forward()[1]
-        middle = clock()
+        middle = clock(device)
         if recomputes:
             roots = self._forward()[1]
-        again = clock()
+        again = clock(device)
         # In a pipeline gradients come from the next stage. So making them is no part of a backward.
         gradients = [torch.ones_like(root) for root in roots]
-        set_out = clock()
+        set_out = clock(device)
         products = list[WeightProduct]()
         if self._splits:
             products = self._backward_inputs(roots, gradients)
         elif roots:
             torch.autograd.backward(roots, gradients)
-        rest = clock()
+        rest = clock(device)
         accumulate(by_parameter(products).values())
-        ended = clock()
+        ended = clock(device)
         for tensor in self._received:
             tensor.grad = None
         backward = again - middle + ended - set_out
-        return _Passes(middle - began, backward, ended - rest if self._splits else 0.0)
+        return middle - began, backward, ended - rest if self._splits else 0.0
 
     def _backward_inputs(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None
@@ -207,10 +194,6 @@ class StageAlone:
         ids = {id(leaf) for leaf in self._leaves if leaf.requires_grad}
         ones = gradients or [torch.ones_like(root) for root in roots]
         return backward_inputs(roots, ones, ids, ids).products
-
-    def _clock(self) -> float:
-        sync_points.finish_device(self._device)
-        return time.perf_counter()
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -278,8 +261,10 @@ def profile_stages(
             splits=splits,
             device=torch.device(device),
         )
-        outputs = dict(zip(stage.outputs, alone.outputs(), strict=True))
-        costs.append(alone.costs({} if is_last else outputs, repeats))
-        made |= {n: t.detach().requires_grad_(t.requires_grad) for n, t in outputs.items()}
+        outputs, of_stage = alone.measured(repeats)
+        own = dict(zip(stage.outputs, outputs, strict=True))
+        num_bytes = {} if is_last else {name: tensor.nbytes for name, tensor in own.items()}
+        costs.append(replace(of_stage, outputs=num_bytes))
+        made |= {n: t.detach().requires_grad_(t.requires_grad) for n, t in own.items()}
         values |= made
     return tuple(costs)

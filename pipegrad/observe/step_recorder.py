@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import (
@@ -30,37 +30,25 @@ from pipegrad.schedules.program.program import Item, Op, Program
 from pipegrad.simulation.timeline import Collective, Span, SpanKind
 
 
-class Stamps(Protocol):
-    """Takes points in time, and reads them later."""
+class Stamps:
+    """Takes points in time, and reads them later. Where the host computes they are numbers."""
 
     def now(self) -> Any:  # noqa: ANN401 - a number, or an event
         """Returns a point in time, on the current stream if there are streams."""
+        return time.perf_counter()
 
     def settle(self) -> None:
         """Waits until all points in time have passed; call it outside of steps."""
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
         """Returns the host's `time.perf_counter` at these points; call `settle` before."""
+        return list(stamps)
 
     def recycle(self, stamps: Iterable[Any]) -> None:
         """Takes back stamps that nobody will read."""
 
 
-class HostStamps:
-    """Stamps where the host computes: numbers. They have passed, and nobody takes them back."""
-
-    def __init__(self) -> None:
-        self.now = time.perf_counter
-
-    def settle(self) -> None: ...
-
-    def seconds(self, stamps: Sequence[float]) -> list[float]:
-        return list(stamps)
-
-    def recycle(self, stamps: Iterable[float]) -> None: ...
-
-
-class DeviceStamps:
+class DeviceStamps(Stamps):
     """Stamps where a device computes: events on the current stream.
 
     Args:
@@ -113,7 +101,7 @@ class DeviceStamps:
 def stamps_of(device: torch.device) -> Stamps:
     """Returns what takes stamps where a rank computes."""
     if device.type == "cpu":
-        return HostStamps()
+        return Stamps()
     return DeviceStamps(
         partial(sync_points.timing_event, device),
         partial(sync_points.record_time, device=device),
@@ -347,7 +335,8 @@ class StepRecorder:
             stage, kind, microbatch = program.action(item)
             return Span(rank, kind, begin, end, number, stage, microbatch)
         if item.op is Op.FIRST_USE:
-            which = _only([i for i, c in enumerate(self._collectives) if item.which in c.readers])
+            reads = [i for i, c in enumerate(self._collectives) if item.which in c.readers]
+            which = reads[0] if len(reads) == 1 else -1
             label = f"parameters of stage {item.which}"
             waits = _KINDS[item.op]
             return Span(rank, waits, begin, end, number, item.which, which=which, label=label)
@@ -396,7 +385,3 @@ def _with_reason(span: Span, noted: Sequence[Span]) -> Span:
         return span
     last = max(ended, key=attrgetter("end"))
     return span._replace(which=last.which, label=last.label)
-
-
-def _only(result: Sequence[int]) -> int:
-    return result[0] if len(result) == 1 else -1

@@ -39,14 +39,14 @@ class Clock:
 @pytest.mark.ranks(3)
 def test_all_ranks_find_the_same_of_links_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "time", Clock())
-    monkeypatch.setattr(links, "_REPEATS", 2)
+    monkeypatch.setattr(links, "SIZES", (2**19,))
     with sync_points.using(SlowLink()):
         found = examine(CPU)
     assert gathered(found) == [found] * 3
     assert [facts.rank for facts in found.ranks] == [0, 1, 2]
     assert {facts.backend for facts in found.ranks} == {"gloo"}
     # The slow link is slow in its direction alone.
-    rates = {(x.costs.source, x.costs.target): x.costs.bytes_per_second for x in found.links}
+    rates = {(x.source, x.target): x.bytes_per_second for x in found.links}
     assert list(rates) == [(a, b) for a in range(3) for b in range(3) if a != b]
     assert min(rates, key=lambda pair: rates[pair]) == (1, 2)
     assert rates[1, 2] <= 1.05 * SLOW_RATE

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from pipegrad.observe.doctor import Examination, RankFacts, _pairs, lateness, oddities
-from pipegrad.observe.links import Measured, network_of
+from pipegrad.observe.links import network_of
 from pipegrad.observe.recording import Reading
 from pipegrad.simulation.costs import Costs, LinkCosts
 
@@ -35,14 +35,14 @@ def ranks(number: int = 4, **changes: object) -> list[RankFacts]:
     ]
 
 
-def links(number: int = 4, **changes: float) -> list[Measured]:
+def links(number: int = 4) -> list[LinkCosts]:
     """Returns the links of a chain, both ways, all alike."""
     pairs = [(a, b) for a in range(number) for b in (a - 1, a + 1) if 0 <= b < number]
-    return [Measured(LinkCosts(*pair, 1e-4, 1e8), **changes) for pair in pairs]
+    return [LinkCosts(*pair, 1e-4, 1e8) for pair in pairs]
 
 
 def odd(
-    facts: list[RankFacts], measured: list[Measured] | None = None, late: list[float] | None = None
+    facts: list[RankFacts], measured: list[LinkCosts] | None = None, late: list[float] | None = None
 ) -> list[str]:
     clocks = [Reading(0.0, machine="m") for _ in facts]
     found = measured if measured is not None else links(len(facts))
@@ -78,7 +78,7 @@ def test_other_devices_and_backends_are_odd_but_not_their_numbers() -> None:
 
 def test_a_link_much_slower_than_the_others_is_named() -> None:
     measured = links()
-    measured[2] = Measured(LinkCosts(1, 2, 0.05, 1e7))
+    measured[2] = LinkCosts(1, 2, 0.05, 1e7)
     lines = odd(ranks(), measured)
     assert lines[0] == "rank 1 to rank 2: 10 MB/s, and the median of all links is 100 MB/s"
     assert lines[1].startswith("rank 1 to rank 2: 50.0 ms for an empty message")
@@ -86,13 +86,12 @@ def test_a_link_much_slower_than_the_others_is_named() -> None:
     assert len(lines) == 3
 
 
-def test_links_that_are_not_full_duplex_are_named_once() -> None:
-    lines = odd(ranks(2), links(2, both_ways=0.5))
-    (line,) = lines
-    assert line.startswith("ranks 0 and 1: messages in both directions")
-    # Those inside of a host on gloo say nothing.
-    facts = [replace(each, home="one", host="one", backend="gloo") for each in ranks()]
-    assert odd(facts, links(both_ways=0.1)) == []
+def test_links_inside_of_a_host_on_gloo_say_nothing() -> None:
+    measured = links()
+    measured[2] = LinkCosts(1, 2, 0.05, 1e7)
+    assert (
+        odd([replace(f, home="one", host="one", backend="gloo") for f in ranks()], measured) == []
+    )
 
 
 def test_more_ranks_than_cores_and_unset_threads_are_odd() -> None:
@@ -128,7 +127,7 @@ def test_few_ranks_are_measured_in_all_pairs_many_along_the_pipeline(
 
 
 def test_what_was_found_is_strict_json_and_costs() -> None:
-    facts, measured = ranks(2), [Measured(LinkCosts(0, 1, 1e-4)), Measured(LinkCosts(1, 0))]
+    facts, measured = ranks(2), [LinkCosts(0, 1, 1e-4), LinkCosts(1, 0)]
     network = network_of(measured, [f.home for f in facts])
     clocks = (Reading(0.0), Reading(0.0, 1.5))
     found = Examination(tuple(facts), (0.0, 0.2), clocks, tuple(measured), network, ("odd",))
@@ -140,3 +139,4 @@ def test_what_was_found_is_strict_json_and_costs() -> None:
     again = Costs.from_json(json.loads(json.dumps(found.costs.to_json(), allow_nan=False)))
     assert again.network == network
     assert again.network.nic_bytes_per_second == math.inf
+    assert again.network.hosts == (0, 1)

@@ -85,7 +85,7 @@ def program() -> Program:
     return lower(schedule, links=[Link("x", 0, (1,))], synced=(0,))
 
 
-class Ticks:
+class Ticks(Stamps):
     """A host's clock that goes on by one second whenever it is read."""
 
     def __init__(self) -> None:
@@ -94,15 +94,6 @@ class Ticks:
     def now(self) -> float:
         self.seconds_now += 1.0
         return self.seconds_now
-
-    def settle(self) -> None:
-        pass
-
-    def seconds(self, stamps: Any) -> Any:
-        return list(stamps)
-
-    def recycle(self, stamps: Any) -> None:
-        pass
 
 
 RECORDERS: list[StepRecorder] = []
