@@ -115,12 +115,9 @@ def created(path: Path) -> BufferedWriter:
         PlantedError: If the folder is a link.
         OSError: If it cannot be made, as FileExistsError.
     """
-    folder = _opened(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
-        return os.fdopen(os.open(path.name, flags, 0o666, dir_fd=folder), "wb")
-    finally:
-        os.close(folder)
+    refuse_planted(path.parent)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
 def replace(path: Path, content: bytes, permissions: int = 0o666) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from pipegrad.audit.script import Run
 
 _CANNOT_RUN = 2
+_LIBRARY = re.compile(r"/torch/|/pipegrad/|<frozen|/importlib/")
 
 
 @click.command()
@@ -58,7 +58,6 @@ _CANNOT_RUN = 2
     help="Seconds until ranks that did not end are killed, with their stacks.",
 )
 @click.option("--json", "json_file", type=Path, metavar="FILE", help="Save the report as JSON.")
-@click.option("--html", "html_file", type=Path, metavar="FILE", help="Save the report as a page.")
 def audit(
     *,
     target: str,
@@ -69,7 +68,6 @@ def audit(
     variants: tuple[str, ...],
     timeout_seconds: float,
     json_file: Path | None,
-    html_file: Path | None,
 ) -> None:
     """Compare a pipeline's training step with one process, and say what is wrong.
 
@@ -83,20 +81,16 @@ def audit(
     if checks_order and variants:
         raise click.UsageError("--order checks no variants: give --order or --variant")
     run = Run(target, steps, tolerance, checks_order, variants)
-    files = {"--json": json_file, "--html": html_file}
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        _in_torchrun(run, timeout_seconds, json_file)
     try:
-        if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-            _in_torchrun(run, timeout_seconds, files)
-            return
         report = run.in_ranks(num_ranks, timeout_seconds)
-    except (Exception, SystemExit) as error:
-        if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-            raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user, too
         _refuse(error)
-    _show(report, files)
+    _show(report, json_file)
 
 
-def _in_torchrun(run: Run, timeout_seconds: float, files: Mapping[str, Path | None]) -> None:
+def _in_torchrun(run: Run, timeout_seconds: float, json_file: Path | None) -> NoReturn:
     """Runs it in the ranks of torchrun. The first one prints."""
     import torch.distributed as dist
 
@@ -114,33 +108,28 @@ def _in_torchrun(run: Run, timeout_seconds: float, files: Mapping[str, Path | No
             once_a_machine(lambda: click.echo(message, err=True))
             raise SystemExit(_CANNOT_RUN) from error
         if dist.get_rank() == 0:
-            _show(report, files)
+            _show(report, json_file)
         raise SystemExit(0 if report.is_right else 1)
 
 
-def _show(report: Report, files: Mapping[str, Path | None]) -> NoReturn:
+def _show(report: Report, json_file: Path | None) -> NoReturn:
     """Prints and saves a report; ends with its exit code."""
-    from pipegrad.audit.report import as_html
-
     click.echo(str(report))
-    texts = {"--json": report.as_json(), "--html": as_html(report)}
-    for option, path in files.items():
-        if path is not None:
-            try:
-                run_files.replace(path, texts[option].encode())
-            except OSError as error:
-                _refuse(OSError(f"{option} {path}: {reason(error)}"))
+    if json_file is not None:
+        try:
+            run_files.replace(json_file, report.as_json().encode())
+        except OSError as error:
+            _refuse(OSError(f"--json {json_file}: {reason(error)}"))
     raise SystemExit(0 if report.is_right else 1)
 
 
 def _refuse(error: BaseException) -> NoReturn:
     """Prints an error; ends with the exit code of an audit that could not be run."""
-    notes: Sequence[str] = getattr(error, "__notes__", ())
+    notes = getattr(error, "__notes__", [])
     text = explained(error)
     if not isinstance(error, PipegradError | TimeoutError | OSError):
         # Code of the user, on a rank: its traceback is a note.
-        where = "".join(map(_of_user, notes[:1]))
-        text = printable_lines(f"{type(error).__name__}: {error}{where}")
+        text = printable_lines(f"{type(error).__name__}: {error}{_of_user(*notes[:1])}")
         text += "" if wants_traceback() else " (--traceback prints all)"
     click.echo(f"Error: {text}", err=True)
     if isinstance(error, TimeoutError):
@@ -148,14 +137,10 @@ def _refuse(error: BaseException) -> NoReturn:
     raise SystemExit(_CANNOT_RUN) from error
 
 
-def _of_user(note: str) -> str:
+def _of_user(note: str = "") -> str:
     """Returns the rank and the last line outside of torch and pipegrad of a rank's traceback."""
     rank = re.match(r"First failure on (rank \d+)", note)
     lines = re.findall(r'File "([^"]+)", line (\d+)', note)
-    own = [f"{Path(file).name}:{line}" for file, line in lines if not _is_library(file)]
+    own = [f"{Path(file).name}:{line}" for file, line in lines if not _LIBRARY.search(file)]
     parts = [*([rank[1]] if rank else []), *own[-1:]]
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def _is_library(file: str) -> bool:
-    return any(part in file for part in ("/torch/", "/pipegrad/", "<frozen", "/importlib/"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from pipegrad.errors import ConfigError, PipegradError, ScheduleError, in_words, reason, root_of
-from pipegrad.limits import LONG_CELLS, check_size
+from pipegrad.errors import ConfigError, PipegradError, in_words, reason, root_of
+from pipegrad.limits import LONG_CELLS
 from pipegrad.printable import printable, printable_lines
 
 if TYPE_CHECKING:
@@ -111,20 +110,8 @@ _SIZED = (
 
 
 def sized(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the size and the options of a schedule; a schedule is made whole.
-
-    If that takes long, a line on the standard error says so.
-    """
-
-    @functools.wraps(command)
-    def bounded(*arguments: object, ranks: int, microbatches: int, **other: object) -> None:
-        try:
-            check_size(ranks, microbatches)
-        except ScheduleError as error:
-            raise click.UsageError(str(error)) from error
-        command(*arguments, ranks=ranks, microbatches=microbatches, **other)
-
-    return functools.reduce(lambda decorated, add: add(decorated), reversed(_SIZED), bounded)
+    """Gives a command the size and the options of a schedule."""
+    return functools.reduce(lambda decorated, add: add(decorated), reversed(_SIZED), command)
 
 
 def configured(command: Callable[..., None]) -> Callable[..., None]:
@@ -196,21 +183,10 @@ def usage_errors() -> Iterator[None]:
         raise click.ClickException(explained(error)) from error
 
 
-class Progress:
-    """Says on the standard error what a command is at, if it takes long.
-
-    Args:
-        num_cells: Stages x microbatches x steps.
-    """
-
-    def __init__(self, num_cells: int) -> None:
-        self._num_cells, self._begin = num_cells, time.monotonic()
-
-    def at(self, part: str) -> None:
-        """A part of the work begins."""
-        if self._num_cells > LONG_CELLS:
-            seconds = time.monotonic() - self._begin
-            click.echo(f"{seconds:4.0f} s: {part}, {self._num_cells:,} actions each way", err=True)
+def tell_if_long(num_cells: int, part: str) -> None:
+    """Says on the standard error what a command begins, if it has so many actions each way."""
+    if num_cells > LONG_CELLS:
+        click.echo(f"{part}, {num_cells:,} actions each way", err=True)
 
 
 def saving(path: Path, save: Callable[[Path], None]) -> None:
@@ -286,12 +262,10 @@ def draws(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def drawing(*arguments: object, **options: object) -> None:
-        result = {name: options.pop(name) for name in _FORMATS}
-        paths = {name: path for name, path in result.items() if isinstance(path, Path)}
+        paths = {name: path for name in _FORMATS if isinstance(path := options.pop(name), Path)}
         command(Drawing(paths), *arguments, **options)
 
     for name, text in reversed(_FORMATS.items()):
-        drawing = click.option(f"--{name}", type=Path, metavar="FILE", help=f"Write {text}.")(
-            drawing
-        )
+        add = click.option(f"--{name}", type=Path, metavar="FILE", help=f"Write {text}.")
+        drawing = add(drawing)
     return drawing

@@ -15,12 +15,12 @@ from pipegrad.commands.command_options import (
     AS_JSON,
     Drawing,
     Number,
-    Progress,
     Whole,
     draws,
     explained,
     print_parts,
     saving,
+    tell_if_long,
     usage_errors,
 )
 from pipegrad.errors import ConfigError, PipegradError, ScheduleError
@@ -59,7 +59,7 @@ def trace(
 
     with usage_errors():
         timeline = _loaded(run)
-        Progress(len(timeline.stage_to_rank) * timeline.num_microbatches).at("explains a step")
+        tell_if_long(len(timeline.stage_to_rank) * timeline.num_microbatches, "explains a step")
         explanation = explain(timeline, step=step)
         if against and not drawing.is_wanted:
             raise click.UsageError("--against is drawn: say where, as in --html FILE")
@@ -70,7 +70,12 @@ def trace(
         return
     from pipegrad.train.rendering import make_console, rendered_explanation
 
-    print_parts(make_console(), [_head(timeline), *rendered_explanation(explanation)])
+    head = (
+        f"{timeline.name}: {timeline.num_ranks} ranks, {len(timeline.stage_to_rank)} stages, "
+        f"{timeline.num_microbatches} microbatches, {timeline.source}, "
+        f"{len(timeline.step_ends)} steps"
+    )
+    print_parts(make_console(), [head, *rendered_explanation(explanation)])
 
 
 def _loaded(run: Path) -> Timeline:
@@ -84,15 +89,6 @@ def _loaded(run: Path) -> Timeline:
             f"unless it has train.trace=false"
         )
     return Timeline.load(path)
-
-
-def _head(timeline: Timeline) -> str:
-    stages = len(timeline.stage_to_rank)
-    return (
-        f"{timeline.name}: {timeline.num_ranks} ranks, {stages} stages, "
-        f"{timeline.num_microbatches} microbatches, {timeline.source}, "
-        f"{len(timeline.step_ends)} steps"
-    )
 
 
 @click.command()
@@ -121,12 +117,16 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
     from pipegrad.comm.agreement import once_a_machine
     from pipegrad.observe.doctor import examine
     from pipegrad.train.process import process_group
+    from pipegrad.train.rendering import make_console
 
     with usage_errors(), process_group(timeout_seconds):
         try:
             result = examine(_device(device), timeout_seconds=timeout_seconds)
             if dist.get_rank() == 0:
-                _show(result, as_json=as_json)
+                if as_json:
+                    click.echo(json.dumps(result.to_json(), indent=2))
+                else:
+                    print_parts(make_console(), _parts(result))
                 if save:
                     saving(save, result.costs.save)
         except (PipegradError, RuntimeError) as error:
@@ -136,8 +136,6 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
 
 
 def _device(name: str) -> torch.device:
-    import os
-
     import torch
 
     from pipegrad.train.process import automatic_kind
@@ -148,15 +146,6 @@ def _device(name: str) -> torch.device:
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
     torch.accelerator.set_device_index(device.index)
     return device
-
-
-def _show(result: Examination, *, as_json: bool) -> None:
-    from pipegrad.train.rendering import make_console
-
-    if as_json:
-        click.echo(json.dumps(result.to_json(), indent=2))
-        return
-    print_parts(make_console(), _parts(result))
 
 
 def _parts(result: Examination) -> Iterator[RenderableType]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -15,7 +15,6 @@ from pipegrad.commands.command_options import (
     AS_JSON,
     Drawing,
     Number,
-    Progress,
     Whole,
     configured,
     draws,
@@ -23,6 +22,7 @@ from pipegrad.commands.command_options import (
     print_parts,
     saving,
     sized,
+    tell_if_long,
     usage_errors,
 )
 from pipegrad.errors import PipegradError, reason
@@ -161,8 +161,9 @@ def schedule(
 
     with usage_errors():
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
+        check_size(ranks, microbatches)
         generator = registry.resolve({**options, "name": name})
-        Progress(ranks * microbatches).at("makes the schedule")
+        tell_if_long(ranks * microbatches, "makes the schedule")
         made = generate(generator, num_ranks=ranks, num_microbatches=microbatches)
         text = for_torch(made) if file_format == "torch-csv" else f"{made}\n"
     click.echo(text, nl=False)
@@ -247,18 +248,18 @@ def simulate(
     with usage_errors():
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
         check_size(ranks, microbatches, steps)
-        progress = Progress(ranks * microbatches * steps)
-        progress.at("makes the schedule")
+        num_cells = ranks * microbatches * steps
+        tell_if_long(num_cells, "makes the schedule")
         made, costs = _made({**options, "name": schedule}, ranks, microbatches, costs_of)
         check_size(len(made.stage_to_rank), microbatches, steps)
         # Costs of more stages than the schedule has are refused by the simulation.
         own = replace(costs, stages=costs.stages[: len(made.stage_to_rank)])
         program = lower(made, links=chain_of(own))
-        progress.at("simulates it")
+        tell_if_long(num_cells, "simulates it")
         own = replace(costs, collectives={})
         simulation = simulated(program, own, num_steps=steps)
         assert simulation.timeline is not None
-        progress.at("looks for what would make it shorter")
+        tell_if_long(num_cells, "looks for what would make it shorter")
         explanation = explain(simulation.timeline, program=program, costs=own)
         basis = printable(str(costs_file)) if costs_file else _assumed(weight_ms, **amounts)
         basis = "; ".join((basis, *_codecs_in_words(costs)))
@@ -337,15 +338,14 @@ def _made(
         return generate(registry.resolve(spec), num_ranks=ranks, num_microbatches=microbatches)
 
     generator = registry.resolve(options).plugin
+    spec: ScheduleGenerator | Mapping[str, object] = options
     if isinstance(generator, MeasuredGenerator) and generator.wants_times:
-        plain = made_by("1f1b")
+        costs = costs_of(made_by("1f1b"))
         if isinstance(generator, Auto):
-            options = {**options, "costs": costs_of(plain)}
+            spec = {**options, "costs": costs}
         else:
-            generator = generator.planned(times_of(costs_of(plain)))
-            made = made_by(generator)
-            return made, costs_of(made)
-    made = made_by(options)
+            spec = generator.planned(times_of(costs))
+    made = made_by(spec)
     return made, costs_of(made)
 
 
@@ -442,9 +442,6 @@ def _show(
     "--batched", is_flag=True, help="Transfers side by side start together, as in one group."
 )
 @AS_JSON
-@click.option(
-    "--html", "html_file", type=Path, metavar="FILE", help="Write the grid with the circle in it."
-)
 def verify(
     *,
     file: Path,
@@ -452,7 +449,6 @@ def verify(
     communicators: Communicators,
     batched: bool,
     as_json: bool,
-    html_file: Path | None,
 ) -> None:
     """Prove that the orders in FILE end, or show which ranks wait for each other.
 
@@ -466,17 +462,7 @@ def verify(
     try:
         verdict = verified(file, sends=sends, communicators=communicators, batched=batched)
     except PipegradError as error:
-        _refuse(explained(error))
+        click.echo(printable_lines(f"Error: {explained(error)}"), err=True)
+        raise SystemExit(_UNREADABLE) from error
     click.echo(verdict.as_json() if as_json else printable_lines(str(verdict)))
-    if html_file is not None:
-        try:
-            verdict.write_html(html_file)
-        except (OSError, ValueError) as error:  # a path may be none
-            _refuse(f"--html {html_file}: {reason(error)}")
-        click.echo(printable(f"wrote {html_file}"), err=True)
     raise SystemExit(0 if verdict.is_right else 1)
-
-
-def _refuse(message: str) -> NoReturn:
-    click.echo(printable_lines(f"Error: {message}"), err=True)
-    raise SystemExit(_UNREADABLE)

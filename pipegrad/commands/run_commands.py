@@ -168,7 +168,9 @@ def launch(
         _check_rendezvous(nodes, rendezvous)
         is_script = config.suffix == ".py"
         if is_script:
-            num_ranks = num_ranks or _ranks_of_script(config)
+            num_ranks = num_ranks or _num_cards()
+            if not num_ranks:
+                raise ConfigError(f"how many ranks has {config}? This machine has no card: give -n")
             command = ["-u", str(config), *arguments]
         else:
             num_ranks = _checked(config, arguments, num_ranks, nodes)
@@ -177,11 +179,18 @@ def launch(
             # library.
             command = ["-P", "-u", "-m", "pipegrad", "train", str(config), *arguments, *traceback]
         _set_environment(num_ranks, nodes, saves=not is_script)
-        with _log_folder(log_dir) as folder:
+        if log_dir is not None:
+            try:
+                log_dir.mkdir(parents=True, exist_ok=True)
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"--log-dir {log_dir}: cannot be made: {reason(error)}"
+                ) from error
+        with tempfile.TemporaryDirectory(prefix="pipegrad-") as unasked:
             config_of_torch = _launch_config(
                 num_ranks,
                 max_restarts=max_restarts,
-                logs=folder,
+                logs=str(log_dir or unasked),
                 is_logged=log_dir is not None,
                 nodes=nodes,
                 rendezvous=rendezvous,
@@ -201,19 +210,18 @@ def _checked(config: Path, arguments: Sequence[str], num_ranks: int | None, node
         handlers=options["handlers"],
         schedule=options["schedule"],
     )
-    num_ranks = num_ranks or _automatic(loaded, nodes)
+    parallel = loaded.parallel
+    sizes = [parallel.pipeline or 1, parallel.data or 1, *parallel.dimensions.values()]
+    num_ranks = num_ranks or _num_cards() or max(1, math.prod(sizes) // nodes)
     if nodes == 1:  # other machines may have other numbers
         sizes_of(loaded, num_ranks)
     return num_ranks
 
 
-def _ranks_of_script(script: Path) -> int:
-    """Returns the number of cards of this machine, which a script's ranks use."""
+def _num_cards() -> int:
     import torch
 
-    if not torch.accelerator.is_available():
-        raise ConfigError(f"how many ranks has {script}? This machine has no card: give -n")
-    return torch.accelerator.device_count()
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def _check_rendezvous(nodes: int, rendezvous: str | None) -> None:
@@ -225,17 +233,6 @@ def _check_rendezvous(nodes: int, rendezvous: str | None) -> None:
     host, _, port = (rendezvous or "localhost:0").rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--rendezvous {rendezvous}: expected HOST:PORT, as in 10.0.0.1:29500")
-
-
-def _automatic(config: Config, nodes: int) -> int:
-    """Returns the number of cards of this machine; without cards what the configuration names."""
-    import torch
-
-    if torch.accelerator.is_available():
-        return torch.accelerator.device_count()
-    parallel = config.parallel
-    sizes = [parallel.pipeline or 1, parallel.data or 1, *parallel.dimensions.values()]
-    return max(1, math.prod(sizes) // nodes)
 
 
 def _set_environment(num_ranks: int, nodes: int, *, saves: bool) -> None:
@@ -255,25 +252,11 @@ def _set_environment(num_ranks: int, nodes: int, *, saves: bool) -> None:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
-@contextlib.contextmanager
-def _log_folder(log_dir: Path | None) -> Iterator[Path]:
-    """Gives the folder of the ranks' files; one that nobody asked for is removed at the end."""
-    if log_dir is None:
-        with tempfile.TemporaryDirectory(prefix="pipegrad-") as folder:
-            yield Path(folder)
-        return
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--log-dir {log_dir}: cannot be made: {reason(error)}") from error
-    yield log_dir
-
-
 def _launch_config(
     num_ranks: int,
     *,
     max_restarts: int,
-    logs: Path,
+    logs: str,
     is_logged: bool,
     nodes: int,
     rendezvous: str | None,
@@ -295,7 +278,7 @@ def _launch_config(
         # One machine needs no name service, which may take seconds to say that it knows no name.
         local_addr="127.0.0.1" if nodes == 1 else None,
         max_restarts=max_restarts,
-        logs_specs=DefaultLogsSpecs(str(logs), tee=Std.ALL if is_logged else Std.NONE),
+        logs_specs=DefaultLogsSpecs(logs, tee=Std.ALL if is_logged else Std.NONE),
         log_line_prefix_template="[${rank}] ",
         # Each of them is sent to all ranks, and then the launcher ends.
         signals_to_handle="SIGTERM,SIGINT,SIGQUIT,SIGUSR1",
@@ -410,7 +393,7 @@ def _report(
     failures: Mapping[int, ProcessFailure], log_dir: Path | None, *, is_script: bool
 ) -> int:
     """Prints why the ranks failed; returns the exit code, as a shell has it."""
-    (rank, failure), *_ = _cause_first(failures)
+    rank, failure = _cause_of(failures)
     code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     # Ranks that a signal has stopped have said so themselves.
     if failure.exitcode not in _STOPPED and not _has_said_all(failure, is_script=is_script):
@@ -421,14 +404,12 @@ def _report(
 def _has_said_all(failure: ProcessFailure, *, is_script: bool) -> bool:
     """Whether the cause is the last line already; see `tell_launcher`."""
     message: Any = failure.error_file_data.get("message")
-    if not isinstance(message, dict):
-        return False
-    is_all = message.get("extraInfo", {}).get("is_all")
-    return is_all is True or (is_script and is_all is not None)
+    said = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    return said.get("is_all") is True or (is_script and said.get("is_all") is not None)
 
 
-def _cause_first(failures: Mapping[int, ProcessFailure]) -> list[tuple[int, ProcessFailure]]:
-    """Returns failures by rank; the cause comes first."""
+def _cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Returns the rank whose failure made others fail, and its failure."""
     # torch ends all other ranks by SIGTERM after the first has failed, and by SIGKILL 30 seconds
     # later. Times are in seconds, and other ranks fail at once when a rank was killed.
     begin = min(failure.timestamp for failure in failures.values())
@@ -439,7 +420,7 @@ def _cause_first(failures: Mapping[int, ProcessFailure]) -> list[tuple[int, Proc
         late = (failure.timestamp - begin) // _AT_ONCE_SECONDS
         return was_ended, late, failure.exitcode > 0
 
-    return sorted(failures.items(), key=order)
+    return min(failures.items(), key=order)
 
 
 def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
@@ -449,9 +430,8 @@ def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
         message = message.get("message")
     if isinstance(message, str) and message != "<NONE>":
         return printable(message.partition("\n")[0])
-    end = f"exit code {failure.exitcode}"
-    if failure.exitcode < 0:
-        end = f"killed by {failure.signal_name()}"
+    is_killed = failure.exitcode < 0
+    end = f"killed by {failure.signal_name()}" if is_killed else f"exit code {failure.exitcode}"
     if failure.exitcode == -signal.SIGKILL:
         return f"rank {rank} failed first ({end}): by somebody, or by the kernel for lack of memory"
     where = f"in {log_dir}" if log_dir else "above"

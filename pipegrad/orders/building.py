@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain as joined
 from itertools import groupby, pairwise
@@ -72,31 +73,27 @@ def placed(
 
     Source: ``_add_send_recv`` in torch/distributed/pipelining/schedules.py.
     """
-    groups = [[list(g) for _, g in groupby(of_rank, lambda s: s.cell)] for of_rank in steps]
-    heads = [0] * len(groups)
-    result: list[list[Step]] = [[] for _ in groups]
-    there: set[_Value] = set()
-    is_moving = True
-    while is_moving:
-        is_moving = False
-        for rank, of_rank in enumerate(groups):
-            group = of_rank[heads[rank]] if heads[rank] < len(of_rank) else None
-            if group is not None and _inputs(group, len(rank_of)) <= there:
-                heads[rank] += 1
-                is_moving = True
+    left = [deque(list(g) for _, g in groupby(of_rank, lambda s: s.cell)) for of_rank in steps]
+    result: list[list[Step]] = [[] for _ in steps]
+    there = set[_Value]()
+    is_possible = True
+    while any(left):
+        num_left = sum(map(len, left))
+        for rank, groups in enumerate(left):
+            if groups and not (is_possible and _inputs(groups[0], len(rank_of)) - there):
+                group = groups.popleft()
                 result[rank] += group
                 there.update(_outputs(group))
                 for send, receive in _transfers(group, rank_of):
                     result[rank].append(send)
+                    if is_possible:
+                        result[rank_of[receive.stage]].append(receive)
+        if is_possible and num_left == sum(map(len, left)):
+            is_possible = False
+            for group in joined(*left):
+                for _, receive in _transfers(group, rank_of):
                     result[rank_of[receive.stage]].append(receive)
-    left = [of_rank[head:] for of_rank, head in zip(groups, heads, strict=True)]
-    for of_rank in left:
-        for _, receive in _transfers(joined(*of_rank), rank_of):
-            result[rank_of[receive.stage]].append(receive)
-    for rank, of_rank in enumerate(left):
-        for group in of_rank:
-            result[rank] += [*group, *(send for send, _ in _transfers(group, rank_of))]
-    return result, not any(left)
+    return result, is_possible
 
 
 _Value = tuple[str, int, int]  # "F" or, for a gradient, "B"; the stage that made it; microbatch
@@ -116,7 +113,7 @@ def _inputs(group: Iterable[Step], num_stages: int) -> set[_Value]:
 def _outputs(group: Iterable[Step]) -> Iterator[_Value]:
     for _, done, stage, microbatch in group:
         if done in ("F", "B", "I"):
-            yield ("F" if done == "F" else "B"), stage, microbatch
+            yield "F" if done == "F" else "B", stage, microbatch
 
 
 def _transfers(group: Iterable[Step], rank_of: Sequence[int]) -> Iterator[tuple[Step, Step]]:
@@ -135,66 +132,53 @@ class Building:
     """Turns steps into a Program, and collects those that mean nothing.
 
     Attributes:
+        schedule: What is computed.
         cell_of: For each rank and item its cell.
         defects: Steps that the Program does not have, and why.
+        program: The Program.
     """
 
     def __init__(self, schedule: Schedule, steps: Sequence[Sequence[Step]]) -> None:
-        self.schedule, self._steps = schedule, steps
-        self.cell_of: list[array[int]] = []
+        self.schedule, rank_of = schedule, schedule.stage_to_rank
         self.defects: list[Defect] = []
-        self.reduced = {s.stage for of_rank in steps for s in of_rank if s.done == "REDUCE_GRAD"}
-        self.ends_reductions = any(
-            s.done == "WAIT_REDUCE_GRAD" for of_rank in steps for s in of_rank
-        )
-        self._links = chain(len(schedule.stage_to_rank))
-        self._channels = [
-            channel
-            for stage, (source, target) in enumerate(pairwise(schedule.stage_to_rank))
+        done = {(step.done, step.stage) for of_rank in steps for step in of_rank}
+        kinds = {kind for kind, _ in done}
+        self.reduced = {stage for kind, stage in done if kind == "REDUCE_GRAD"}
+        self.ends_reductions = "WAIT_REDUCE_GRAD" in kinds
+        channels = [
+            Channel(link, kind, *edge)
+            for link, (source, target) in enumerate(pairwise(rank_of))
             if source != target
-            for channel in (
-                Channel(stage, "F", source, target),
-                Channel(stage, "B", target, source),
-            )
+            for kind, edge in (("F", (source, target)), ("B", (target, source)))
         ]
-        self.channel_of: dict[tuple[int, str], int] = {
-            (channel.link, channel.kind): n for n, channel in enumerate(self._channels)
-        }
-
-    def program(self) -> Program:
-        """Returns the Program."""
-        computed = {s.done for of_rank in self._steps for s in of_rank if s.done in KINDS_OF}
-        rank_of = self.schedule.stage_to_rank
-        items = []
-        for rank, steps in enumerate(self._steps):
-            of_rank = _RankItems(self, rank, steps)
-            items.append(of_rank.items)
-            self.cell_of.append(of_rank.cells)
-        never = set(range(len(rank_of))) - self.reduced if self.reduced else ()
-        for stage in sorted(never):
-            text = f"the gradients of stage {stage} are never reduced, those of others are"
-            self.defects.append(Defect(rank_of[stage], END, text))
-        return Program(
-            self.schedule,
-            self._links,
-            tuple(self._channels),
-            tuple(items),
-            forward_only=computed == {"F"},
+        self.channel_of: dict[tuple[int, str], int] = {c[:2]: n for n, c in enumerate(channels)}
+        of_ranks = [_RankItems(self, rank, of_rank) for rank, of_rank in enumerate(steps)]
+        self.cell_of = tuple(of_rank.cells for of_rank in of_ranks)
+        for stage, rank in enumerate(rank_of):
+            if self.reduced and stage not in self.reduced:
+                text = f"the gradients of stage {stage} are never reduced, those of others are"
+                self.defects.append(Defect(rank, END, text))
+        self.program = Program(
+            schedule,
+            chain(len(rank_of)),
+            tuple(channels),
+            tuple(of_rank.items for of_rank in of_ranks),
+            forward_only=kinds.intersection(KINDS_OF) == {"F"},
         )
 
     def channel(self, step: Step) -> int | str:
         """Returns the channel of a transfer, or why there is none."""
         _, done, stage, microbatch = step
         is_downwards = done in ("SEND_F", "RECV_B")  # between the stage and the next one
-        link = stage if is_downwards else stage - 1
-        if not 0 <= stage <= len(self._links):
+        link, num_stages = stage - (not is_downwards), len(self.schedule.stage_to_rank)
+        if not 0 <= stage < num_stages:
             return f"there is no stage {stage}"
         if microbatch >= self.schedule.num_microbatches:
             return f"no stage computes microbatch {microbatch}"
-        if not 0 <= link < len(self._links):
+        if not 0 <= link < num_stages - 1:
             return f"stage {stage} is the {'last' if is_downwards else 'first'} one"
-        channel = self.channel_of.get((link, done[-1]))
-        return f"stages {link} and {link + 1} are on one rank" if channel is None else channel
+        on_one_rank = f"stages {link} and {link + 1} are on one rank"
+        return self.channel_of.get((link, done[-1]), on_one_rank)
 
 
 class _RankItems:
@@ -221,8 +205,8 @@ class _RankItems:
             **dict.fromkeys((f"WAIT_{transfer}" for transfer in TRANSFERS), self._wait),
             "REDUCE_GRAD": self._reduce,
             "WAIT_REDUCE_GRAD": self._end_reduction,
-            "UNSHARD": self._unshard,
-            "RESHARD": self._reshard,
+            "UNSHARD": self._shard,
+            "RESHARD": self._shard,
         }
         for number, step in enumerate(steps):
             do[step.done](number, step)
@@ -298,12 +282,10 @@ class _RankItems:
             self._refuse(step, f"no reduction of stage {step.stage} is under way")
         self._reducing = -1
 
-    def _unshard(self, _number: int, step: Step) -> None:
-        if step.stage in self._whole:
-            self._refuse(step, "it is unsharded already")
-        self._whole.add(step.stage)
-
-    def _reshard(self, _number: int, step: Step) -> None:
-        if step.stage not in self._whole:
-            self._refuse(step, f"stage {step.stage} is not unsharded")
-        self._whole.discard(step.stage)
+    def _shard(self, _number: int, step: Step) -> None:
+        is_whole = step.stage in self._whole
+        if is_whole == (step.done == "UNSHARD"):
+            no = "it is unsharded already" if is_whole else f"stage {step.stage} is not unsharded"
+            self._refuse(step, no)
+        else:
+            self._whole ^= {step.stage}

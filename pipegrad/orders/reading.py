@@ -131,14 +131,15 @@ def _rows_of_lists(source: object) -> list[list[str]]:
             f"orders are {shortened(repr(source))}: expected a file, a list of the actions of each "
             f"rank, a schedule of torch with its actions, or a schedule of pipegrad"
         )
-    ranks = list(source)
-    for rank, of_rank in enumerate(ranks):
+    rows = list[list[str]]()
+    for rank, of_rank in enumerate(source):
         if not _is_list(of_rank):
             raise ScheduleError(
                 f"orders of rank {rank} are {shortened(repr(of_rank))}: expected a list of its "
                 f"actions"
             )
-    return [list(_flat(of_rank)) for of_rank in ranks]
+        rows.append(list(_flat(of_rank)))
+    return rows
 
 
 def _is_list(value: object) -> TypeGuard[Iterable[object]]:
@@ -157,17 +158,16 @@ def _flat(value: object) -> Iterator[str]:
 
 def _of_cells(name: str, rows: list[list[str]], places: list[str]) -> Orders:
     steps = _steps(rows, [f"{name}, {place}" for place in places])
-    computes = [[step for step in of_rank if step.done in KINDS_OF] for of_rank in steps]
     if not steps:
         raise ScheduleError(f"{name} has no cells; expected a line for each rank, such as 0F0,0B0")
-    for place, of_rank in zip(places, computes, strict=False):
-        if not of_rank:
-            raise ScheduleError(f"{name}, {place} computes nothing; each rank has a stage")
+    computes = [[step for step in of_rank if step.done in KINDS_OF] for of_rank in steps]
     rank_of: dict[int, int] = {}
     for rank, of_rank in enumerate(computes):
+        if not of_rank:
+            raise ScheduleError(f"{name}, {places[rank]} computes nothing; each rank has a stage")
         for step in of_rank:
             rank_of.setdefault(step.stage, rank)
-    microbatches = {step.microbatch for of_rank in computes for step in of_rank}
+    microbatches = {step.microbatch for step in joined(*computes)}
     check_numbers(name, "stage", set(rank_of))
     check_numbers(name, "microbatch", microbatches)
     check_size(len(rank_of), len(microbatches))
@@ -185,14 +185,8 @@ def _of_cells(name: str, rows: list[list[str]], places: list[str]) -> Orders:
         cells = tuple(tuple(map(str, of_rank)) for of_rank in steps)
         steps = [[s._replace(cell=n) for n, s in enumerate(of_rank)] for of_rank in steps]
     building = Building(schedule, steps)
-    return Orders(
-        name,
-        cells,
-        building.program(),
-        tuple(building.cell_of),
-        tuple(building.defects),
-        transfers,
-    )
+    defects = tuple(building.defects)
+    return Orders(name, cells, building.program, building.cell_of, defects, transfers)
 
 
 def _of_program(program: Program) -> Orders:

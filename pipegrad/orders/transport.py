@@ -7,10 +7,12 @@ receive from it, because a message carries no name.
 
 from __future__ import annotations
 
-from array import array
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import partial
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from pipegrad.schedules.program.program import MICROBATCH_BITS, OP_BITS, OP_MASK, Op, Program
@@ -18,7 +20,7 @@ from pipegrad.schedules.program.run import ItemError, RankRun, Run
 
 _COMPUTE = int(Op.COMPUTE)
 # Whether an item starts, or waits for, the end of a transfer that sends.
-_STARTS = {int(Op.POST_RECEIVE): 0, int(Op.SEND): 1}
+STARTS = {int(Op.POST_RECEIVE): 0, int(Op.SEND): 1}
 _WAITS = {int(Op.WAIT_RECEIVE): 0, int(Op.RELEASE): 1}
 
 
@@ -59,152 +61,133 @@ class Wait(NamedTuple):
     behind: int
 
 
+class _State(IntEnum):
+    """How far an end is: a posted one has begun when its part is the first of its queue."""
+
+    AHEAD, POSTED, BEGUN, OVER = range(4)
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """Ends that begin and end together: one, or a batch on one communicator.
+
+    Attributes:
+        queue: The parts of this rank and communicator that are not over, in order.
+        left: How many of its ends are not over.
+    """
+
+    queue: deque[_Part]
+    ends: list[_End] = field(default_factory=list)
+    left: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _End:
+    """A send or a receive; `other` is the end that it meets on the other rank, if there is one."""
+
+    rank: int
+    position: int
+    transfer: int
+    is_send: int
+    part: _Part
+    other: _End | None = None
+    state: _State = _State.AHEAD
+
+
 class TransportRun(Run):
     """A run of a Program under a `Transport`. A rank goes on after a wrong item.
 
     Attributes:
         wrong: Rank -> its first wrong item.
-        ticks: For each rank and item the time at which it is done, if a compute takes one unit and
-            a transfer none; up to where the rank is stuck.
     """
 
     def __init__(self, program: Program, transport: Transport) -> None:
         super().__init__(program)
         self.wrong: dict[int, ItemError] = {}
         self._is_eager = transport.sends == "eager"
-        # An end is a number. A part is what begins and ends together: an end, or those of a batch
-        # on one communicator. A queue is a communicator of one rank: its parts, in order.
-        self._rank_of, self._position, self._part_of = array("q"), array("q"), array("q")
-        self._is_send, self._other = bytearray(), array("q")
-        self._parts: list[list[int]] = []
-        self._queue_of, self._queues = array("q"), list[list[int]]()
-        self._end_of: list[dict[int, int]] = []  # for each rank: transfer and direction -> end
-        self._next_end: list[int] = []  # for each rank: the end that it starts next
-        self._number_ends(transport)
-        self._left = [len(ends) for ends in self._parts]
-        self._head = [0] * len(self._queues)
-        num_ends, num_ranks = len(self._other), len(program.items)
-        self._posted, self._begun = bytearray(num_ends), bytearray(num_ends)
-        self._ended = bytearray(num_ends)
-        self._begin, self._end_time = array("q", [0]) * num_ends, array("q", [0]) * len(self._parts)
-        self._clock = [0] * num_ranks
-        self.ticks = [array("q") for _ in program.items]
-        self.go()
-        for rank in self.ranks:
-            if rank.rank not in self.stuck and rank.rank not in self.wrong:
-                try:
-                    rank.check_end()
-                except ItemError as error:
-                    self.wrong[rank.rank] = error
-
-    def _number_ends(self, transport: Transport) -> None:
-        edges = [(channel.source, channel.target) for channel in self.program.channels]
-        # For each channel its communicator.
-        communicators: list[tuple[int, ...]] = [
-            {"one": (), "pair": (min(edge), max(edge)), "edge": edge}[transport.communicators]
-            for edge in edges
-        ]
-        # Receives, then sends, of each edge.
-        ends_of: dict[tuple[int, int], tuple[list[int], list[int]]] = {e: ([], []) for e in edges}
-        for rank, items in enumerate(self.program.items):
-            ends: dict[int, int] = {}
-            self._next_end.append(len(self._rank_of))
-            queues: dict[tuple[int, ...], int] = {}  # of this rank, by communicator
-            batch: dict[int, int] = {}  # queue -> its part that is open
-            for position, code in enumerate(items):
-                op = code & OP_MASK
-                is_send = _STARTS.get(op)
-                if is_send is None:
-                    if batch and (op == _COMPUTE or op in _WAITS):
-                        batch.clear()
-                    continue
-                end = len(self._rank_of)
-                channel = code >> OP_BITS + MICROBATCH_BITS
-                queue = queues.get(communicators[channel], -1)
-                if queue < 0:
-                    queue = queues[communicators[channel]] = len(self._queues)
-                    self._queues.append([])
-                part = batch.get(queue, -1)
-                if part < 0:
-                    part = len(self._parts)
-                    self._parts.append([])
-                    self._queue_of.append(queue)
-                    self._queues[queue].append(part)
-                    if transport.batched:
-                        batch[queue] = part
-                self._parts[part].append(end)
-                self._rank_of.append(rank)
-                self._position.append(position)
-                self._part_of.append(part)
-                self._is_send.append(is_send)
-                ends[code >> OP_BITS << 1 | is_send] = end
-                ends_of[edges[channel]][is_send].append(end)
-            self._end_of.append(ends)
-        self._other = array("q", [-1]) * len(self._rank_of)
-        for receives, sends in ends_of.values():
+        ends = [list(self._queued(rank, transport)) for rank in range(len(program.items))]
+        self._to_start = [iter(of_rank) for of_rank in ends]
+        self._waited = [{(e.transfer, e.is_send): e for e in of_rank} for of_rank in ends]
+        of_edge = defaultdict[tuple[int, int], tuple[list[_End], list[_End]]](lambda: ([], []))
+        for end in chain.from_iterable(ends):
+            channel = program.channels[end.transfer >> MICROBATCH_BITS]
+            of_edge[channel.source, channel.target][end.is_send].append(end)
+        for receives, sends in of_edge.values():
             for receive, send in zip(receives, sends, strict=False):
-                self._other[receive], self._other[send] = send, receive
+                receive.other, send.other = send, receive
+        self.go()
+        for own in self.ranks:
+            if own.rank not in self.stuck:
+                self._check(own, own.check_end)
+
+    def _queued(self, rank: int, transport: Transport) -> Iterator[_End]:
+        """Yields the ends of a rank, in queues of its communicators."""
+        queues = defaultdict[tuple[int, ...], deque[_Part]](deque)
+        open_batches: dict[tuple[int, ...], _Part] = {}  # by communicator
+        for position, code in enumerate(self.program.items[rank]):
+            op = code & OP_MASK
+            if op == _COMPUTE or op in _WAITS:
+                open_batches.clear()
+            if op not in STARTS:
+                continue
+            transfer = code >> OP_BITS
+            _, _, *edge = self.program.channels[transfer >> MICROBATCH_BITS]
+            communicator = {"one": (), "pair": tuple(sorted(edge)), "edge": tuple(edge)}[
+                transport.communicators
+            ]
+            part = open_batches.get(communicator)
+            if part is None:
+                part = _Part(queues[communicator])
+                part.queue.append(part)
+                if transport.batched:
+                    open_batches[communicator] = part
+            part.ends.append(_End(rank, position, transfer, STARTS[op], part))
+            part.left += 1
+            yield part.ends[-1]
 
     def _missing(self, rank: RankRun, op: int, transfer: int) -> int | None:
-        end = self._end_of[rank.rank].get(transfer << 1 | _WAITS[op], -1)
+        end = self._waited[rank.rank].get((transfer, _WAITS[op]))
         # A wait for what this rank has not started is wrong by itself: it is passed over.
-        if end < 0 or not self._posted[end]:
+        if end is None or end.state is _State.AHEAD or not end.part.left:
             return None
-        part = self._part_of[end]
-        if self._left[part]:
-            return part
-        self._clock[rank.rank] = max(self._clock[rank.rank], self._end_time[part])
-        return None
+        return id(end.part)
 
     def _do(self, rank: RankRun, op: int, rest: int) -> None:
-        self._clock[rank.rank] += op == _COMPUTE
-        self.ticks[rank.rank].append(self._clock[rank.rank])
+        self._check(rank, partial(rank.do[op], rest))
+
+    def _check(self, rank: RankRun, check: Callable[[], None]) -> None:
         if rank.rank not in self.wrong:
             try:
-                rank.do[op](rest)
+                check()
             except ItemError as error:
                 self.wrong[rank.rank] = error
 
     def _start(self, rank: RankRun, op: int, transfer: int) -> None:
         """A rank starts an end; it begins if it is the turn of its part."""
-        end = self._next_end[rank.rank]
-        self._next_end[rank.rank] += 1
-        self._posted[end] = 1
-        self._begin[end] = self._clock[rank.rank]
-        part = self._part_of[end]
-        queue = self._queue_of[part]
-        if self._queues[queue][self._head[queue]] != part:
-            return
-        begins = [end]
+        started = next(self._to_start[rank.rank])
+        started.state = _State.POSTED
+        begins = [started] if started.part is started.part.queue[0] else []
         while begins:
             end = begins.pop()
-            other = self._other[end]
-            self._begun[end] = 1
-            if other >= 0 and self._begun[other]:
-                self._begin[end] = self._begin[other] = max(self._begin[end], self._begin[other])
-                begins += self._end(end)
-                begins += self._end(other)
-            elif self._is_eager and self._is_send[end]:
-                begins += self._end(end)
+            end.state = _State.BEGUN
+            if end.other and end.other.state >= _State.BEGUN:
+                begins += [*self._finish(end), *self._finish(end.other)]
+            elif self._is_eager and end.is_send:
+                begins += self._finish(end)
 
-    def _end(self, end: int) -> Iterator[int]:
-        """An end is over; yields those that begin when its part is over, too."""
-        if self._ended[end]:
-            return
-        self._ended[end] = 1
-        part = self._part_of[end]
-        self._end_time[part] = max(self._end_time[part], self._begin[end])
-        self._left[part] -= 1
-        if self._left[part]:
-            return
-        self._ready += self._sleepers.pop(part, ())
-        queue = self._queue_of[part]
-        self._head[queue] += 1
-        if self._head[queue] < len(self._queues[queue]):
-            for follower in self._parts[self._queues[queue][self._head[queue]]]:
-                if self._posted[follower]:
-                    self._begin[follower] = max(self._begin[follower], self._end_time[part])
-                    yield follower
+    def _finish(self, end: _End) -> Iterable[_End]:
+        """Ends an end; returns those that begin because its part is over, too."""
+        if end.state is _State.OVER:
+            return ()
+        end.state = _State.OVER
+        part = end.part
+        part.left -= 1
+        if part.left:
+            return ()
+        self._ready += self._sleepers.pop(id(part), ())
+        part.queue.popleft()
+        followers = part.queue[0].ends if part.queue else []
+        return [follower for follower in followers if follower.state is _State.POSTED]
 
     def circle(self) -> tuple[Wait, ...]:
         """Returns the waits of stuck ranks that lead to each other in a circle, or to an end.
@@ -212,104 +195,30 @@ class TransportRun(Run):
         The last wait leads to the first one. If a wait is for what nobody sends or receives, the
         last one is that.
         """
-        way = list[Wait]()
-        seen: dict[int, int] = {}
         stuck = self.stuck
         if not stuck:
             return ()
+        way: dict[_End, Wait] = {}
         end = self._of_stuck(min(stuck))
-        while end not in seen:
-            seen[end] = len(way)
-            rank, other = self._rank_of[end], self._other[end]
-            if other < 0:
-                return (*way, Wait(rank, self._position[end], -1, -1, -1))
-            other_rank = self._rank_of[other]
-            if self._posted[other]:  # it stands behind another one of its communicator
-                blocking = self._blocking(self._part_of[other])
-                behind = self._position[blocking]
-            else:
-                blocking = self._of_stuck(other_rank)
-                behind = stuck[other_rank]
-            place = self._position[end]
-            way.append(Wait(rank, place, other_rank, self._position[other], behind))
+        while end not in way:
+            other = end.other
+            if other is None:
+                return (*way.values(), Wait(end.rank, end.position, -1, -1, -1))
+            if other.state is _State.AHEAD:
+                blocking, behind = self._of_stuck(other.rank), stuck[other.rank]
+            else:  # it stands behind another one of its communicator
+                blocking = _blocking(other.part)
+                behind = blocking.position
+            way[end] = Wait(end.rank, end.position, other.rank, other.position, behind)
             end = blocking
-        return tuple(way[seen[end] :])
+        return tuple(way.values())[list(way).index(end) :]
 
-    def _of_stuck(self, rank: int) -> int:
+    def _of_stuck(self, rank: int) -> _End:
         """Returns the end that a stuck rank waits for, or the one that blocks that."""
         code = self.program.items[rank][self.ranks[rank].position]
-        waited = self._end_of[rank][code >> OP_BITS << 1 | _WAITS[code & OP_MASK]]
-        return self._blocking(self._part_of[waited])
-
-    def _blocking(self, part: int) -> int:
-        """Returns the end at the head of a part's queue that is not over."""
-        queue = self._queue_of[part]
-        head = self._parts[self._queues[queue][self._head[queue]]]
-        return next(end for end in head if not self._ended[end])
+        return _blocking(self._waited[rank][code >> OP_BITS, _WAITS[code & OP_MASK]].part)
 
 
-class WrongTransfer(NamedTuple):
-    """A send or a receive that has no end on the other rank, or another one.
-
-    Attributes:
-        rank: Its rank.
-        position: Its position among the items of the rank.
-        why: What is wrong.
-        other: Rank and position of another item that `why` speaks of.
-    """
-
-    rank: int
-    position: int
-    why: str
-    other: tuple[int, int] | None = None
-
-
-def wrong_transfers(program: Program) -> Iterator[WrongTransfer]:
-    """Yields what breaks the order of an edge, first in, first out.
-
-    A message carries no name, so the receiver takes the next message of the edge. Both ends must
-    therefore list the same transfers in the same order.
-    """
-    sent = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
-    posted = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
-    tables = {int(Op.SEND): sent, int(Op.POST_RECEIVE): posted}
-    for rank, items in enumerate(program.items):
-        for position, code in enumerate(items):
-            table = tables.get(code & OP_MASK)
-            if table is not None:
-                channel = program.channels[code >> OP_BITS + MICROBATCH_BITS]
-                if rank != (channel.source if table is sent else channel.target):
-                    yield WrongTransfer(rank, position, f"a transfer of another rank: {channel}")
-                else:
-                    table[channel.source, channel.target].append((code >> OP_BITS, position))
-    for source, target in sorted({*sent, *posted}):
-        yield from _unmatched(source, target, sent[source, target], posted[source, target])
-
-
-def _unmatched(
-    source: int, target: int, sent: list[tuple[int, int]], posted: list[tuple[int, int]]
-) -> Iterator[WrongTransfer]:
-    """Yields what the two ends of an edge do not have in common; they list (transfer, position)."""
-    ends = [(source, sent, "sent twice"), (target, posted, "received twice")]
-    for rank, listed, twice in ends:
-        seen = set[int]()
-        for transfer, position in listed:
-            if transfer in seen:
-                yield WrongTransfer(rank, position, twice)
-            seen.add(transfer)
-    sends, receives = ({transfer for transfer, _ in listed} for listed in (sent, posted))
-    for transfer, position in sent:
-        if transfer not in receives:
-            yield WrongTransfer(source, position, f"rank {target} never receives this")
-    for transfer, position in posted:
-        if transfer not in sends:
-            yield WrongTransfer(target, position, f"rank {source} never sends this")
-    both = sends & receives
-    in_order = (
-        [end for end in dict(listed).items() if end[0] in both] for listed in (sent, posted)
-    )
-    for (sending, sent_at), (posting, posted_at) in zip(*in_order, strict=True):
-        if sending != posting:
-            why = f"rank {target} expects another transfer of the edge here"
-            yield WrongTransfer(source, sent_at, why, (target, posted_at))
-            return
+def _blocking(part: _Part) -> _End:
+    """Returns the end at the head of a part's queue that is not over."""
+    return next(end for end in part.queue[0].ends if end.state is not _State.OVER)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import groupby
 from typing import Any, Literal, get_args
 
-from pipegrad import run_files
 from pipegrad.errors import ScheduleError
 from pipegrad.orders.building import END, Defect
 from pipegrad.orders.reading import Orders, read_orders
-from pipegrad.orders.transport import Transport, TransportRun, Wait, wrong_transfers
+from pipegrad.orders.transport import STARTS, Transport, TransportRun, Wait
 from pipegrad.schedules.program.program import (
     MICROBATCH_BITS,
     MICROBATCH_MASK,
@@ -49,7 +49,6 @@ class Verdict:
             Empty if all ranks end.
         stuck: Rank -> the cell that it never ends, if ranks wait for each other.
         needs: What each rank needs while it runs; None if something is wrong.
-        run: The run; None if computes are missing, doubled or on two ranks.
     """
 
     orders: Orders
@@ -58,7 +57,6 @@ class Verdict:
     circle: tuple[Wait, ...]
     stuck: Mapping[int, int]
     needs: Proof | None
-    run: TransportRun | None
 
     @property
     def is_right(self) -> bool:
@@ -73,15 +71,12 @@ class Verdict:
     @property
     def marked(self) -> Mapping[int, frozenset[int]]:
         """Rank -> its cells that `sentences` speak of."""
-        places = [(w.rank, w.position) for w in self.circle]
-        places += [(w.other_rank, at) for w in self.circle for at in (w.other_position, w.behind)]
-        ranks = {rank for rank, at in places if at >= 0}
-        return {
-            rank: frozenset(
-                self.orders.cell_of[rank][at] for r, at in places if r == rank and at >= 0
-            )
-            for rank in sorted(ranks)
-        }
+        marked = defaultdict[int, set[int]](set)
+        for rank, position, other, *others in self.circle:
+            marked[rank].add(self._cell(rank, position))
+            if other >= 0:
+                marked[other].update(self._cell(other, each) for each in others)
+        return {rank: frozenset(marked[rank]) for rank in sorted(marked)}
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -110,24 +105,14 @@ class Verdict:
         }
         return json.dumps(table, indent=2)
 
-    def write_html(self, path: Path | str) -> None:
-        """Writes a page with the grid, in which the circle is marked.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
-        from pipegrad.orders.grid_page import as_html
-
-        run_files.replace(Path(path), as_html(self).encode())
-
     def _lines(self) -> Iterator[str]:
-        orders, schedule = self.orders, self.orders.program.schedule
+        schedule = self.orders.program.schedule
         sizes = (
             _many(schedule.num_ranks, "rank"),
             _many(len(schedule.stage_to_rank), "stage"),
             _many(schedule.num_microbatches, "microbatch"),
         )
-        yield f"{orders.name}: {', '.join(sizes)}"
+        yield f"{self.orders.name}: {', '.join(sizes)}"
         yield self.assumed
         if self.is_right:
             yield "right: every rank ends, and every value arrives where it is read"
@@ -142,20 +127,18 @@ class Verdict:
                 yield f"  and {len(self.circle) - _MOST_SHOWN} more waits"
             yield from self._around()
         if self.needs:
-            yield from _table(self.needs)
+            yield from _needs_in_words(self.needs)
 
     @property
     def assumed(self) -> str:
         """How transfers travel, in words."""
         transport = self.transport
         batched = "transfers side by side start together" if transport.batched else "one by one"
-        text = (
+        added = "; transfers were added where torch's runtime puts them"
+        return (
             f"assumed: {_SENDS[transport.sends]}; {_COMMUNICATORS[transport.communicators]}; "
-            f"{batched}"
+            f"{batched}{added if self.orders.transfers == 'placed' else ''}"
         )
-        if self.orders.transfers == "placed":
-            text += "; transfers were added where torch's runtime puts them"
-        return text
 
     @property
     def summary_of_circle(self) -> str:
@@ -191,8 +174,7 @@ class Verdict:
 
     def _transfer(self, rank: int, position: int) -> str:
         """Returns a transfer as torch names it, and the cell if that has another name."""
-        code = self.orders.program.items[rank][position]
-        name = transfer_name(self.orders, rank, code)
+        name = _name_at(self.orders, rank, position)
         cell = self._cell(rank, position)
         text = self.orders.cells[rank][cell] if cell != END else ""
         is_other = name not in text and not self.orders.is_own
@@ -249,9 +231,16 @@ def verify(
     Raises:
         ScheduleError: If the orders cannot be read, or an argument is none of these.
     """
-    _check_choice("sends", sends, get_args(Sends))
-    if communicators is not None:
-        _check_choice("communicators", communicators, get_args(Communicators))
+    for name, value, known in (
+        ("sends", sends, get_args(Sends)),
+        (
+            "communicators",
+            "one" if communicators is None else communicators,
+            get_args(Communicators),
+        ),
+    ):
+        if value not in known:
+            raise ScheduleError(f"{name} is {value!r}, expected one of {', '.join(known)}")
     orders = read_orders(source)
     default: Communicators = "edge" if orders.is_own else "one"
     transport = Transport(sends, communicators or default, batched)
@@ -260,37 +249,69 @@ def verify(
     program = orders.program
     defects = list(orders.defects)
     defects += _wrong_transfers(orders)
-    run: TransportRun | None = None
     try:
         program.schedule.check_complete(forward_only=program.forward_only)
     except ScheduleError as error:
         text = str(error).split("\n")[0].removeprefix(f"schedule {program.schedule.name!r} ")
         defects.insert(0, Defect(-1, END, text.removeprefix("is not complete: ")))
-    else:
-        run = TransportRun(program, real)
-        known = {(defect.rank, defect.cell) for defect in defects}
-        defects += [d for d in _wrong_items(orders, run) if d[:2] not in known]
-    circle = run.circle() if run else ()
-    needs = Proof.of(run.ranks) if run and not defects and not circle else None
-    stuck = {r: orders.cell_of[r][at] for r, at in run.stuck.items()} if run else {}
-    return Verdict(orders, transport, tuple(defects), circle, stuck, needs, run)
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ScheduleError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+        return Verdict(orders, transport, tuple(defects), (), {}, None)
+    run = TransportRun(program, real)
+    known = {(defect.rank, defect.cell) for defect in defects}
+    defects += [d for d in _wrong_items(orders, run) if d[:2] not in known]
+    circle = run.circle()
+    needs = None if defects or circle else Proof.of(run.ranks)
+    stuck = {rank: orders.cell_of[rank][at] for rank, at in run.stuck.items()}
+    return Verdict(orders, transport, tuple(defects), circle, stuck, needs)
 
 
 def _wrong_transfers(orders: Orders) -> Iterator[Defect]:
+    """Yields what breaks the order of an edge, first in, first out.
+
+    A message carries no name, so the receiver takes the next message of the edge. Both ends must
+    therefore list the same transfers in the same order.
+    """
     program = orders.program
-    for rank, position, why, other in wrong_transfers(program):
-        name = transfer_name(orders, rank, program.items[rank][position])
-        if other:
-            taken = transfer_name(orders, other[0], program.items[other[0]][other[1]])
-            text = f"rank {other[0]} takes it for {taken}: a message carries no name"
-        else:
-            text = why
-        yield Defect(rank, orders.cell_of[rank][position], f"{name}: {text}")
+    # By edge the receives and the sends: transfer -> position.
+    edges = defaultdict[tuple[int, int], tuple[dict[int, int], ...]](lambda: ({}, {}))
+    for rank, items in enumerate(program.items):
+        for position, code in enumerate(items):
+            is_send = STARTS.get(code & OP_MASK)
+            if is_send is None:
+                continue
+            channel = program.channels[code >> OP_BITS + MICROBATCH_BITS]
+            listed = edges[channel.source, channel.target][is_send]
+            if rank != (channel.source if is_send else channel.target):
+                yield _defect(orders, rank, position, f"a transfer of another rank: {channel}")
+            elif code >> OP_BITS in listed:
+                yield _defect(orders, rank, position, f"{'sent' if is_send else 'received'} twice")
+            else:
+                listed[code >> OP_BITS] = position
+    for edge, ends in sorted(edges.items()):
+        yield from _unmatched(orders, *edge, *ends)
+
+
+def _unmatched(
+    orders: Orders, source: int, target: int, received: dict[int, int], sent: dict[int, int]
+) -> Iterator[Defect]:
+    """Yields what the two ends of an edge do not have in common."""
+    for transfer in sorted(sent.keys() - received.keys()):
+        yield _defect(orders, source, sent[transfer], f"rank {target} never receives this")
+    for transfer in sorted(received.keys() - sent.keys()):
+        yield _defect(orders, target, received[transfer], f"rank {source} never sends this")
+    sends = [transfer for transfer in sent if transfer in received]
+    receives = [transfer for transfer in received if transfer in sent]
+    for one, other in zip(sends, receives, strict=True):
+        if one != other:
+            taken = _name_at(orders, target, received[other])
+            why = f"rank {target} takes it for {taken}: a message carries no name"
+            yield _defect(orders, source, sent[one], why)
+            return
+
+
+def _defect(orders: Orders, rank: int, position: int, why: str) -> Defect:
+    return Defect(
+        rank, orders.cell_of[rank][position], f"{_name_at(orders, rank, position)}: {why}"
+    )
 
 
 def _wrong_items(orders: Orders, run: TransportRun) -> Iterator[Defect]:
@@ -301,9 +322,10 @@ def _wrong_items(orders: Orders, run: TransportRun) -> Iterator[Defect]:
         yield Defect(rank, cell, f"{text}: {error.why}")
 
 
-def transfer_name(orders: Orders, rank: int, code: int) -> str:
+def _name_at(orders: Orders, rank: int, position: int) -> str:
     """Returns a send or receive as torch names it, by the stage on its own rank: ``1RECV_F0``."""
     program = orders.program
+    code = program.items[rank][position]
     link, kind, _, _ = program.channels[code >> OP_BITS + MICROBATCH_BITS]
     is_send = code & OP_MASK == Op.SEND
     _, producer, consumers, _ = program.links[link]
@@ -314,16 +336,15 @@ def transfer_name(orders: Orders, rank: int, code: int) -> str:
     return f"{stage}{'SEND' if is_send else 'RECV'}_{kind}{microbatch}"
 
 
-def _table(needs: Proof) -> Iterator[str]:
+def _needs_in_words(needs: Proof) -> Iterator[str]:
     """Yields what each rank needs; ranks in a row that need the same are one line."""
     yield "most at a time: live activations, receive buffers, receives under way"
     rows = list(zip(needs.live_activations, needs.receive_buffers, needs.in_flight, strict=True))
-    first = 0
-    for rank, row in enumerate(rows):
-        if rank + 1 == len(rows) or rows[rank + 1] != row:
-            name = f"rank {rank}" if rank == first else f"ranks {first} to {rank}"
-            yield f"  {name:<14}{row[0]:>6}{row[1]:>6}{row[2]:>6}"
-            first = rank + 1
+    for row, alike in groupby(range(len(rows)), rows.__getitem__):
+        ranks = list(alike)
+        is_one = len(ranks) == 1
+        name = f"rank {ranks[0]}" if is_one else f"ranks {ranks[0]} to {ranks[-1]}"
+        yield f"  {name:<14}{row[0]:>6}{row[1]:>6}{row[2]:>6}"
 
 
 def _many(number: int, noun: str) -> str:

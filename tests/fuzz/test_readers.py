@@ -152,7 +152,6 @@ def orders(content: bytes, folder: Path) -> None:
     verdict = verify(path, batched=True)
     assert str(verdict)
     verdict.as_json()
-    verdict.write_html(folder / "page.html")
 
 
 def csv(content: bytes, _folder: Path) -> None:

@@ -222,8 +222,8 @@ def test_options_there_are() -> None:
         "train": f"--dry-run {changes}",
         "plan": f"--costs --json --profile --rank --ranks {changes} {drawings}",
         "trace": f"--against --json --step run {drawings}",
-        "audit": "target -n --html --json --order --ranks --steps --timeout --tolerance --variant",
-        "verify": "--batched --communicators --html --json --sends file",
+        "audit": "target -n --json --order --ranks --steps --timeout --tolerance --variant",
+        "verify": "--batched --communicators --json --sends file",
         "doctor": "--device --json --save --timeout",
         "simulate": "--backward-ms --codecs --costs --forward-ms --gbit --json --latency-us --mib "
         f"--microbatches --ranks --save --set --steps --weight-ms schedule {drawings}",

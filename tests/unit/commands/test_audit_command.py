@@ -60,14 +60,11 @@ def run(*arguments: str) -> Result:
 def test_a_report_is_printed_and_saved_and_the_exit_code_says_what_was_found(
     ranks: Ranks, tmp_path: Path, report: Report, code: int
 ) -> None:
-    ranks.result, path, page = report, tmp_path / "report.json", tmp_path / "report.html"
-    result = run("--json", str(path), "--html", str(page))
+    ranks.result, path = report, tmp_path / "report.json"
+    result = run("--json", str(path))
     assert result.exit_code == code
     assert path.read_text() == report.as_json()
     assert json.loads(path.read_text())["is_right"] is report.is_right
-    text = page.read_text()
-    assert text.startswith("<!doctype html>")
-    assert ("stale" in text) == (report is WRONG)
     result = run()
     assert (result.exit_code, result.stdout) == (code, f"{report}\n")
 
@@ -128,12 +125,11 @@ def test_numbers_out_of_range_are_refused(ranks: Ranks, words: str) -> None:
 
 
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("option", ["--json", "--html"])
-def test_a_folder_that_does_not_exist_has_the_exit_code_2(tmp_path: Path, option: str) -> None:
+def test_a_folder_that_does_not_exist_has_the_exit_code_2(tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "report"
-    result = run(option, str(path))
+    result = run("--json", str(path))
     assert result.exit_code == 2
-    assert f"Error: {option} {path}: No such file or directory" in result.stderr
+    assert f"Error: --json {path}: No such file or directory" in result.stderr
     assert not path.parent.exists()
 
 

@@ -505,22 +505,6 @@ def test_one_schedule_of_deepspeed_is_one_rank() -> None:
 # What is shown.
 
 
-def test_the_page_has_the_circle_in_its_grid(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    pipegrad.verify(loop(8)).write_html(path)
-    page = path.read_text()
-    for number, cell in enumerate(("0SEND_F3", "1SEND_F2", "2SEND_F1", "3SEND_F0"), start=1):
-        assert f"<b>{number}</b> {cell}</div>" in page
-    assert "which is behind 1SEND_F2 on the communicator" in page
-    assert page.count("<tr>") == 4
-    assert "http" not in page
-    odd = tmp_path / "<script>.csv"
-    odd.write_text(GOOD)
-    pipegrad.verify(odd).write_html(path)
-    assert "marked" not in path.read_text().split("</style>")[1]
-    assert "<script>" not in path.read_text()
-
-
 def test_json_has_the_same(tmp_path: Path) -> None:
     table = json.loads(pipegrad.verify(loop(8)).as_json())
     assert (table["is_right"], table["ranks"], table["stages"]) == (False, 4, 8)
