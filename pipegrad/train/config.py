@@ -153,7 +153,8 @@ def load(
             if detail["type"] == _MISSPELT_FUNCTION:
                 complaint = "should look like 'module:function'"
             key = _one_line(key.removeprefix(".") or str(path))
-            lines.append(f"{key} = {_shown(detail['input'])}: {complaint}")
+            value = redacted(detail["input"], key.rpartition(".")[2])
+            lines.append(f"{key} = {_shown(value)}: {complaint}")
         raise ConfigError("\n".join(lines)) from error
     config._path = path
     return config
