@@ -21,6 +21,7 @@ from pipegrad.comm.activity import failure_of
 from pipegrad.comm.agreement import agree, agree_keeping, nobody_comes
 from pipegrad.errors import ConfigError, in_words
 from pipegrad.model.dtensor import local
+from pipegrad.model.suspects import same_bits
 from pipegrad.observe.stage_profile import profile_stages
 from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.loss_message import TOKEN_MEAN
@@ -160,8 +161,9 @@ def try_out(
         job.config.refuse("model", words)
     for layer, name, buffer, before in buffers:
         setattr(layer, name, buffer)
-        with torch.no_grad():
-            buffer.copy_(before)
+        if not same_bits(buffer, before):  # one that is expanded cannot be written
+            with torch.no_grad():
+                buffer.copy_(before)
 
 
 def agreed(what: str, function: Callable[[], object]) -> list[Any]:

@@ -200,7 +200,10 @@ def test_launchers_of_two_machines_meet(start: Start, folder: Path) -> None:
         (["--rendezvous", "here:1"], "--nodes 1 with --rendezvous"),
         (["--nodes", "2", "--rendezvous", "here"], "expected HOST:PORT"),
         (["--set", "train.stpes=3"], "unknown key 'stpes'"),
-        (["-n", "3", "--set", "parallel.pipeline=2"], "are 2 ranks, but there are 3: start a multiple"),
+        (
+            ["-n", "3", "--set", "parallel.pipeline=2"],
+            "are 2 ranks, but there are 3: start a multiple",
+        ),
         (["--log-dir", "small.toml/logs"], "--log-dir small.toml/logs: cannot be made"),
     ],
 )
