@@ -91,10 +91,6 @@ def not_finite() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(256, 8), Broken(8, 256))
 
 
-def no_tensor() -> nn.Sequential:
-    return embedded(lambda hidden: (hidden,))
-
-
 def explodes() -> nn.Sequential:
     """Its gradients are not finite, though its logits are."""
     return embedded(lambda hidden: (hidden - hidden).sqrt() + hidden)
