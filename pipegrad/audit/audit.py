@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,8 +34,6 @@ from pipegrad.audit.truth import leaves_cut
 from pipegrad.audit.variants import Measured, compared
 from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import AgreementError, PipegradError, PlanError, in_words
-from pipegrad.testing.ordering.checker import OrderChecker
-from pipegrad.testing.ordering.clocks import Violation
 
 _NO_GROUP = (
     "there is no process group: run `pipegrad audit FILE.py:function`, which starts ranks; or call "
@@ -138,27 +135,6 @@ class Audit:
         run = _Run(self, steps, tolerance)
         report = run.report()
         return _varied(self, run, report, steps, tolerance) if self.variants else report
-
-    def order(self, *, steps: int | None = None) -> Report:
-        """Runs steps under the `OrderChecker`: finds accesses to memory that nothing orders.
-
-        It looks at what was waited for, not at times, so one run finds what could go wrong in any.
-        All ranks must call it.
-
-        Args:
-            steps: How many; by default one for each batch.
-
-        Returns:
-            The report, the same on all ranks. Its notes say what was seen, and what cannot be.
-
-        Raises:
-            PlanError: If sizes do not fit.
-        """
-        if not dist.is_initialized():
-            raise PlanError(_NO_GROUP)
-        batches, _ = agree_keeping("the audit", lambda: (checked(self, steps, None), None))
-        shares = [leaves_cut(batch, self.num_replicas)[self.replica] for batch in batches]
-        return _ordered([functools.partial(self.step, *share) for share in shares])
 
     def __post_init__(self) -> None:
         modules = self.modules
@@ -554,53 +530,3 @@ def _differing(first: Seen, second: Seen) -> list[str]:
         ):
             result.append(name)
     return result
-
-
-_SHOWN = 20  # violations of a rank
-_RAN = (
-    "rank 0 ran {operators} operators, and {strands} asynchronous collectives and streams beside "
-    "its thread"
-)
-_SEEN = (
-    "seen: operators of torch, hooks and autograd functions of Python, CUDA streams and events, "
-    "asynchronous collectives of torch.distributed and Work.wait"
-)
-_UNSEEN = (
-    "not seen: kernels beside torch's dispatcher (Triton, replayed CUDA graphs), collectives that "
-    "C++ code calls (DistributedDataParallel), futures, and loops over Work.is_completed"
-)
-_ON_CPU = "on CPU there are no streams: threads and collectives were checked, and not CUDA streams"
-
-
-def _ordered(steps: Sequence[Callable[[], object]]) -> Report:
-    """Runs steps of this rank; returns accesses to the same bytes that nothing orders."""
-    begin = time.monotonic()
-    with OrderChecker(virtual_streams=False, foreign=True, log=True) as checker:
-        for step in steps:
-            step()
-    shown = [_finding(violation) for violation in checker.violations[:_SHOWN]]
-    more = len(checker.violations) - len(shown)
-    counted = len(checker.log), len({entry.strand for entry in checker.log})
-    every = agree("order of accesses", lambda: (shown, more, counted))
-    findings = [
-        Finding(*finding, ranks=(rank,))
-        for rank, (of_rank, _, _) in enumerate(every)
-        for finding in of_rank
-    ]
-    operators, strands = every[0][2]
-    notes = [_RAN.format(operators=operators, strands=strands - 1), _SEEN, _UNSEEN]
-    if not torch.cuda.is_available():
-        notes.append(_ON_CPU)
-    if hidden := sum(number for _, number, _ in every):
-        notes.append(f"{hidden} more accesses without an order are not shown")
-    seconds = time.monotonic() - begin
-    return Report(merged(findings), tuple(notes), (), len(steps), dist.get_world_size(), seconds)
-
-
-def _finding(violation: Violation) -> tuple[str, str]:
-    """Returns what is wrong, and what to do."""
-    first, second = violation.first, violation.second
-    return (
-        f"{violation.hazard}: {first.what} at {first.where}, then {second.what} at {second.where}",
-        f"wait for {first.what} before {second.what}: by Work.wait, or by an event on its stream",
-    )

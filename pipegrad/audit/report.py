@@ -1,13 +1,11 @@
-"""Report: what an audit has found, as text, as JSON, and as a page without scripts."""
+"""Report: what an audit has found, as text and as JSON."""
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from string import Template
 
 from pipegrad.printable import printable, printable_lines
 
@@ -194,77 +192,3 @@ def listed(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-_PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-:root { color-scheme: light dark; --line: #8884; --wrong: #c0392b; --right: #2e7d4f; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 .right { color: var(--right); } h1 .wrong { color: var(--wrong); }
-section { border-left: 3px solid var(--wrong); padding-left: 1rem; margin: 1.2rem 0; }
-dl { display: grid; grid-template-columns: 8rem 1fr; } dd { margin: 0; overflow-wrap: anywhere; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid var(--line); }
-tr.wrong { color: var(--wrong); }
-</style>
-</head>
-<body>
-<h1>pipegrad audit: <span class="$verdict">$title</span></h1>
-$findings
-$variants
-$notes
-$gradients
-</body>
-</html>
-""")
-
-
-def _text(text: str) -> str:
-    return html.escape(printable_lines(text))
-
-
-def as_html(report: Report) -> str:
-    """Returns a report as a page."""
-    notes = "".join(f"<li>{_text(note)}</li>" for note in report.notes)
-    return _PAGE.substitute(
-        title=_text(report.summary),
-        verdict="right" if report.is_right else "wrong",
-        findings="\n".join(map(_finding, report.findings)),
-        variants=_options(report.variants) if report.variants else "",
-        notes=f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
-        gradients=_table(report.gradients) if report.gradients else "",
-    )
-
-
-def _finding(finding: Finding) -> str:
-    rows = {
-        "step": str(finding.step),
-        "ranks": listed(finding.ranks),
-        "parameters": ", ".join(finding.names),
-        "found": "; ".join(finding.details),
-        "what to do": finding.advice,
-    }
-    listing = "".join(f"<dt>{name}</dt><dd>{_text(x)}</dd>" for name, x in rows.items() if x)
-    return f"<section><strong>{_text(finding.cause)}</strong><dl>{listing}</dl></section>"
-
-
-def _options(variants: Sequence[Variant]) -> str:
-    rows = "".join(f"<tr><td>{_text(v.name)}</td><td>{_text(str(v))}</td></tr>" for v in variants)
-    return f"<h2>Variants</h2><table><tbody>{rows}</tbody></table>"
-
-
-def _table(gradients: Sequence[Gradient]) -> str:
-    rows = "".join(
-        f"<tr class='{'right' if one.error <= one.allowed else 'wrong'}'><td>{_text(one.name)}</td>"
-        f"<td>{listed(one.ranks)}</td><td>{one.error:.2g}</td><td>{one.allowed:.2g}</td></tr>"
-        for one in sorted(gradients, key=lambda one: -one.error / one.allowed)
-    )
-    return (
-        "<h2>Gradients of the last step, the worst first</h2><table><thead><tr><th>parameter</th>"
-        f"<th>ranks</th><th>error</th><th>allowed</th></tr></thead><tbody>{rows}</tbody></table>"
-    )

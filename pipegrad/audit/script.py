@@ -31,21 +31,17 @@ class Run:
             module. It returns this rank's `Audit`.
         steps: How many; None for one for each batch.
         tolerance: Of a gradient; None to derive it.
-        checks_order: Whether the order of accesses is checked, instead of numbers.
         variants: Names of those that are compared; all by default.
     """
 
     target: Target
     steps: int | None = None
     tolerance: float | None = None
-    checks_order: bool = False
     variants: tuple[str, ...] = ()
 
     def here(self) -> Report:
         """Runs the audit on this rank; all ranks call it."""
         audit = audit_of(self.target)
-        if self.checks_order:
-            return audit.order(steps=self.steps)
         if unknown := set(self.variants) - set(audit.variants):
             raise ConfigError(
                 f"{_name(self.target)} has no variant {min(unknown)!r}; it has "

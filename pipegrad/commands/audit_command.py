@@ -40,9 +40,6 @@ _LIBRARY = re.compile(r"/torch/|/pipegrad/|<frozen|/importlib/")
     help="Relative error of a gradient that is allowed; by default it is derived.",
 )
 @click.option(
-    "--order", "checks_order", is_flag=True, help="Check the order of accesses to memory instead."
-)
-@click.option(
     "--variant",
     "variants",
     multiple=True,
@@ -64,7 +61,6 @@ def audit(
     num_ranks: int,
     steps: int | None,
     tolerance: float | None,
-    checks_order: bool,
     variants: tuple[str, ...],
     timeout_seconds: float,
     json_file: Path | None,
@@ -78,9 +74,7 @@ def audit(
     """
     from pipegrad.audit.script import Run
 
-    if checks_order and variants:
-        raise click.UsageError("--order checks no variants: give --order or --variant")
-    run = Run(target, steps, tolerance, checks_order, variants)
+    run = Run(target, steps, tolerance, variants)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         _in_torchrun(run, timeout_seconds, json_file)
     try:

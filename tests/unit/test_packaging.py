@@ -67,7 +67,7 @@ def may_import() -> dict[str, set[str]]:
     table["pipeline"] |= table["schedules"]
     for part in TOOLS:
         table[part] |= table["orders"]
-    # An audit runs in ranks of its own, and under the order checker.
+    # An audit runs in ranks of its own.
     table["audit"] |= {"testing"}
     # What is public is the core's: authors of handlers and codecs test with it.
     table["testing"] = {*CORE, "schedules", "testing", "__init__"}

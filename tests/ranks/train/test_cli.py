@@ -222,7 +222,7 @@ def test_options_there_are() -> None:
         "train": f"--dry-run {changes}",
         "plan": f"--costs --json --profile --rank --ranks {changes} {drawings}",
         "trace": f"--against --json --step run {drawings}",
-        "audit": "target -n --json --order --ranks --steps --timeout --tolerance --variant",
+        "audit": "target -n --json --ranks --steps --timeout --tolerance --variant",
         "verify": "--batched --communicators --json --sends file",
         "doctor": "--device --json --save --timeout",
         "simulate": "--backward-ms --codecs --costs --forward-ms --gbit --json --latency-us --mib "

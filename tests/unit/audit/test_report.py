@@ -1,4 +1,4 @@
-"""A report as text, as JSON and as a page."""
+"""A report as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipegrad.audit.report import Finding, Gradient, Report, Variant, as_html, listed, merged
+from pipegrad.audit.report import Finding, Gradient, Report, Variant, listed, merged
 
 FINDING = Finding("the gradient is stale", "call zero_grad", ("0.weight",), (0, 1), step=2)
 GRADIENTS = (
@@ -54,17 +54,13 @@ VARIANTS = (
 )
 
 
-def test_variants_are_lines_under_the_findings_and_a_table_of_the_page() -> None:
+def test_variants_are_lines_under_the_findings() -> None:
     report = replace(RIGHT, variants=VARIANTS)
     assert str(report).splitlines()[1:-1] == [
         "packing  lost in the pipeline: gradient 0.33 in one process, 0 in the pipeline",
         "Muon     not compared: update ? in one process, 0.5 in the pipeline",
         "<b>      without effect in both",
     ]
-    page = as_html(report)
-    assert "<h2>Variants</h2>" in page
-    assert "<td>&lt;b&gt;</td><td>without effect in both</td>" in page
-    assert "Variants" not in as_html(RIGHT)
     assert json.loads(report.as_json())["variants"][0]["one"] == 0.33
 
 
@@ -79,33 +75,6 @@ def test_json_has_all_that_the_report_has() -> None:
     assert data.pop("variants") == []
     assert Report(findings, tuple(data.pop("notes")), gradients, **data) == WRONG
     assert json.loads(RIGHT.as_json())["is_right"] is True
-
-
-def test_the_page_has_the_findings_and_gradients_and_loads_nothing() -> None:
-    wrong, right = as_html(WRONG), as_html(RIGHT)
-    words = "the gradient is stale", "call zero_grad", "0.weight", "0-1", "a note", "wrong, 1"
-    assert [text for text in words if text not in wrong] == []
-    assert [text for text in ("http:", "https:", "src=", "href=") if text in wrong] == []
-    assert '<span class="right">right: ' in right
-    assert '<span class="wrong">wrong, 1 cause: ' in wrong
-    assert right.index("<td>1.weight</td>") < right.index("<td>0.weight</td>")  # the worst first
-    assert "<tr class='right'><td>0.weight" in right
-    large = replace(WRONG, gradients=(replace(GRADIENTS[0], error=2.0),))
-    assert "<tr class='wrong'><td>0.weight" in as_html(large)
-    assert "<table>" in right
-    assert "<table>" not in as_html(replace(RIGHT, gradients=()))
-    assert "$title" in as_html(replace(RIGHT, notes=("$title",)))
-
-
-def test_the_page_escapes_what_it_is_given() -> None:
-    script = "<script>alert('&')</script>"
-    finding = Finding(f"cause{script}", f"advice{script}", (f"name{script}",))
-    gradient = replace(GRADIENTS[0], name=f"gradient{script}")
-    report = replace(RIGHT, findings=(finding,), notes=(f"note{script}",), gradients=(gradient,))
-    page = as_html(report)
-    assert "<script" not in page
-    for word in ("cause", "advice", "name", "note", "gradient"):
-        assert f"{word}&lt;script&gt;" in page
 
 
 def test_findings_of_one_cause_are_one_with_all_names_and_ranks() -> None:

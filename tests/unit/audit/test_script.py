@@ -45,10 +45,6 @@ class Recorded(Audit):
         CALLS.append(("run", steps, tolerance, *self.variants))
         return REPORT
 
-    def order(self, *, steps: int | None = None) -> Report:
-        CALLS.append(("order", steps))
-        return REPORT
-
 
 def recorded() -> Audit:
     layer = nn.Linear(1, 1)
@@ -189,7 +185,6 @@ def test_a_function_that_other_processes_do_not_find_starts_no_ranks(
         (Run(recorded, steps=2, tolerance=0.5), ("run", 2, 0.5)),
         (Run(with_variants), ("run", None, None, "packing", "Muon")),
         (Run(with_variants, variants=("Muon",)), ("run", None, None, "Muon")),
-        (Run(recorded, steps=2, checks_order=True), ("order", 2)),
     ],
 )
 def test_a_rank_runs_what_it_is_asked_for(run: Run, call: tuple[object, ...]) -> None:

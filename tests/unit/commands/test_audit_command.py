@@ -71,11 +71,11 @@ def test_a_report_is_printed_and_saved_and_the_exit_code_says_what_was_found(
 
 def test_options_are_given_to_the_ranks_and_by_default_4_compare_all_steps(ranks: Ranks) -> None:
     run()
-    run("-n", "2", "--steps", "3", "--tolerance", "0.5", "--order", "--timeout", "9")
+    run("-n", "2", "--steps", "3", "--tolerance", "0.5", "--timeout", "9")
     run("--variant", "packing", "--variant", "Muon")
     assert ranks.started == [
         (Run(TARGET), 4, 600.0),
-        (Run(TARGET, 3, 0.5, checks_order=True), 2, 9.0),
+        (Run(TARGET, 3, 0.5), 2, 9.0),
         (Run(TARGET, variants=("packing", "Muon")), 4, 600.0),
     ]
 
@@ -163,9 +163,3 @@ def test_in_torchrun_the_first_rank_prints_and_others_print_nothing(
         in_torchrun.result = ConfigError("there is no file")
         result = run()
         assert (result.exit_code, result.stderr) == (2, "Error: there is no file\n")
-
-
-def test_variants_of_the_order_are_refused(ranks: Ranks) -> None:
-    result = run("--order", "--variant", "packing")
-    assert (result.exit_code, ranks.started) == (2, [])
-    assert "--order checks no variants: give --order or --variant" in result.output
