@@ -494,12 +494,13 @@ def _positions_of(inner: nn.Module) -> int:
     """Returns how many positions a model of transformers has an embedding for; 0 if it has none."""
     text: Any = inner.config.get_text_config()  # type: ignore[operator, union-attr]
     limit = getattr(text, _LIMITS[0], None) or 0
-    for name, module in inner.named_modules():
-        # Some models have two rows more than positions.
-        is_one = isinstance(module, nn.Embedding) and 0 <= module.num_embeddings - limit <= 2
-        if limit and is_one and re.search("wpe|position", name):
-            return int(limit)
-    return 0
+    are_learnt = any(
+        isinstance(module, nn.Embedding)
+        and 0 <= module.num_embeddings - limit <= 2  # some models have two rows more
+        and re.search("wpe|position", name)
+        for name, module in inner.named_modules()
+    )
+    return int(limit) if are_learnt else 0
 
 
 def sample_of(model: nn.Module) -> dict[str, object]:

@@ -228,16 +228,15 @@ def _packed(value: Any, caches: Sequence[Any], tensors: list[Tensor] | None = No
             left out.
     """
     number = next((i for i, cache in enumerate(caches) if cache is value), None)
-    is_kept = tensors is None
     packed: Any = None
-    if isinstance(value, Tensor) and is_kept:
+    if isinstance(value, Tensor) and tensors is not None:
+        tensors.append(value)
+        packed = ["tensor", tuple(value.shape), value.dtype]
+    elif isinstance(value, Tensor):
         is_number = value.numel() == 1 and not value.is_floating_point()  # such as a length
         at = value.item() if is_number and not value.is_meta else None
         packed = ["shape", tuple(value.shape), value.dtype, at]
-    elif isinstance(value, Tensor):
-        tensors.append(value)
-        packed = ["tensor", tuple(value.shape), value.dtype]
-    elif type(value) in (tuple, list) and not is_kept:
+    elif type(value) in (tuple, list) and tensors is not None:
         packed = [type(value).__name__, [_packed(x, caches, tensors) for x in value]]
     elif type(value) is dict:
         items = {key: _packed(x, caches, tensors) for key, x in value.items()}
@@ -246,9 +245,9 @@ def _packed(value: Any, caches: Sequence[Any], tensors: list[Tensor] | None = No
         packed = ["value", value]
     elif number is not None:
         packed = ["cache", number]
-    elif is_kept and isinstance(value, torch.device):
+    elif tensors is None and isinstance(value, torch.device):
         packed = ["device", None]
-    elif not is_kept:
+    elif tensors is not None:
         kind = type(value).__name__
         raise StepError(f"it returns a {kind}, which cannot be sent: {_GATHER}")
     return packed

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pipegrad import run_files
 from pipegrad.errors import WeightsError, in_words
+from pipegrad.interop.private import FakeTensorMode
 from pipegrad.model.ties import plain_name
 from pipegrad.model.wrappers import is_imported_kind
 from pipegrad.partition.structural.shallow import isolated
@@ -65,10 +66,18 @@ def adapter_names(model: nn.Module) -> frozenset[str]:
     Raises:
         WeightsError: If peft fails, or if values decide what it saves.
     """
-    with warnings.catch_warnings():
+    originals = dict[int, Tensor]()  # by id of the fake
+
+    def fake(tensor: Tensor) -> Tensor:
+        new = like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
+        originals[id(new)] = tensor
+        return new
+
+    with warnings.catch_warnings(), FakeTensorMode():
         warnings.simplefilter("ignore")  # peft says it again when it saves
-        saved = _saved(model, lambda tensor: tensor)
-    is_saved = {id(tensor) for tensors in saved.values() for tensor in tensors.values()}
+        saved = _saved(model, fake)
+    found = [originals.get(id(x)) for tensors in saved.values() for x in tensors.values()]
+    is_saved = {id(tensor) for tensor in found}
     state = model.state_dict(keep_vars=True)
     # What is saved may also be computed of what is trained.
     return frozenset(
@@ -109,7 +118,9 @@ def place_adapters(
         stored: The tensors of `adapter_names`.
     """
     names = {id(t): plain_name(n) for n, t in model.state_dict(keep_vars=True).items()}
-    values = {key: stored[n] for key, name in names.items() if (n := first[name]) in stored}
+    values = {
+        key: stored[n] for key, name in names.items() if (n := first.get(name, name)) in stored
+    }
     whole = _saved(model, lambda tensor: like(tensor, values.get(id(tensor), tensor)))
     for name, tensors in whole.items():
         folder = Path() if name == _DEFAULT else Path(name)  # as peft has it
@@ -145,8 +156,8 @@ def _saved(model: Any, tensor_of: Callable[[Tensor], Tensor]) -> dict[str, dict[
             )
         except Exception as error:  # whatever a kind of adapter raises, of values that are not here
             raise WeightsError(
-                f"peft cannot save the adapter {name!r} ({type(config).__name__}) from stages: "
-                f"{in_words(error)}"
+                f"peft cannot save the adapter {name!r} ({type(config).__name__}) from stages, "
+                f"where what is saved must not depend on values: {in_words(error)}"
             ) from error
         saved[name] = {prefix + key: t for key, t in state.items() if isinstance(t, Tensor)}
     return saved

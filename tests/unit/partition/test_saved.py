@@ -257,5 +257,5 @@ def test_an_adapter_that_cannot_be_saved_is_refused_at_the_cut() -> None:
     tokens = {"cpt_token_ids": [3, 4], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2]}
     config = peft.CPTConfig(task_type="CAUSAL_LM", **tokens)
     model = peft.get_peft_model(FAMILIES["llama"].model(), config)
-    with pytest.raises(WeightsError, match=r"'default' \(CPTConfig\) from stages: .*meta tensors"):
+    with pytest.raises(WeightsError, match=r"'default' \(CPTConfig\) from stages, .* on values"):
         pipegrad.cut(model, num_stages=2)
