@@ -366,8 +366,8 @@ def _stored_values(
         info, _ = loading.convert_and_load_state_dict_in_model(target, stored, options)
     for name, shape, expected in sorted(info.mismatched_keys):
         raise WeightsError(
-            f"{weights.files.get(name, folder)}: {name} has shape {tuple(shape)}, and that of the "
-            f"model has {tuple(expected)}; is config.json of this model?"
+            f"{weights.files.get(name, folder)}: {name} has shape {tuple(shape)}, expected "
+            f"{tuple(expected)}, as that of the model; is config.json of this model?"
         )
     for name, error in sorted(info.conversion_errors.items()):
         raise WeightsError(f"{folder}: {name} cannot be converted: {error}")

@@ -211,6 +211,7 @@ def test_draws_by_other_modules_do_not_depend_on_the_cut() -> None:
             if isinstance(module, nn.Linear):
                 nn.init.orthogonal_(module.weight)
 
+    Odd.__module__ = "transformers.odd"  # it leaves out the outermost module of other code
     wholes = []
     for name, kind in (("gpt2", Odd), ("llama", Orthogonal)):
         family = FAMILIES[name]
