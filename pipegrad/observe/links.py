@@ -113,7 +113,7 @@ def measure_links(
     links = list[LinkCosts]()
     for pair in pairs:
         # The fastest empty message shows the link; a slower one, a host that was busy.
-        empty = min(trips(pair, 1))
+        seconds = empty = min(trips(pair, 1))
         for size in SIZES:
             seconds = statistics.median(trips(pair, size))
             # A message that takes less than a round trip shows how even round trips are, not the

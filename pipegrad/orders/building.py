@@ -146,10 +146,10 @@ class Building:
         self.reduced = {stage for kind, stage in done if kind == "REDUCE_GRAD"}
         self.ends_reductions = "WAIT_REDUCE_GRAD" in kinds
         channels = [
-            Channel(link, kind, *edge)
+            channel
             for link, (source, target) in enumerate(pairwise(rank_of))
             if source != target
-            for kind, edge in (("F", (source, target)), ("B", (target, source)))
+            for channel in (Channel(link, "F", source, target), Channel(link, "B", target, source))
         ]
         self.channel_of: dict[tuple[int, str], int] = {c[:2]: n for n, c in enumerate(channels)}
         of_ranks = [_RankItems(self, rank, of_rank) for rank, of_rank in enumerate(steps)]

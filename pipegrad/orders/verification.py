@@ -231,16 +231,12 @@ def verify(
     Raises:
         ScheduleError: If the orders cannot be read, or an argument is none of these.
     """
-    for name, value, known in (
+    for name, value, choices in (
         ("sends", sends, get_args(Sends)),
-        (
-            "communicators",
-            "one" if communicators is None else communicators,
-            get_args(Communicators),
-        ),
+        ("communicators", communicators or "one", get_args(Communicators)),
     ):
-        if value not in known:
-            raise ScheduleError(f"{name} is {value!r}, expected one of {', '.join(known)}")
+        if value not in choices:
+            raise ScheduleError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
     orders = read_orders(source)
     default: Communicators = "edge" if orders.is_own else "one"
     transport = Transport(sends, communicators or default, batched)
