@@ -4,16 +4,18 @@
 1. The caller's step runs on all ranks, as it is: schedule, reductions, clipping, optimizer.
 2. Gradients are copied right before the optimizer steps, parameters after it (`seen.py`).
 3. Rank 0 computes the same step on the uncut model, in float64 (`truth.py`).
-4. A wrong gradient is fitted by its parts (`parts.py`). The ratios say why (`causes.py`).
+4. A wrong gradient is compared with those that known defects make (`hypotheses.py`), and the one
+   that fits says why (`causes.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -23,17 +25,19 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipegrad.audit import dropout
-from pipegrad.audit.causes import OTHER_VALUES, STALE
-from pipegrad.audit.checks import Names, Reply, check_ranks, checked, copied, digest_of, match
+from pipegrad.audit.causes import NOT_KNOWN, STALE
+from pipegrad.audit.checks import Names, Reply, check_ranks, checked, copied, match
 from pipegrad.audit.judge import Judge, Verdict
-from pipegrad.audit.loss_parts import Batch, Data, LossFn
 from pipegrad.audit.report import Finding, Gradient, Report, Variant, merged
 from pipegrad.audit.seen import PATIENCE_SECONDS, Gradients, Placed, Seen, watched
 from pipegrad.audit.states import Stepper
-from pipegrad.audit.truth import leaves_cut
+from pipegrad.audit.truth import Batch, Data, LossFn, leaves_cut
 from pipegrad.audit.variants import Measured, compared
 from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import AgreementError, PipegradError, PlanError, in_words
+from pipegrad.plugins.written import written
+
+T = TypeVar("T")
 
 _NO_GROUP = (
     "there is no process group: run `pipegrad audit FILE.py:function`, which starts ranks; or call "
@@ -41,6 +45,7 @@ _NO_GROUP = (
 )
 _ROUNDING = 64.0  # factor of the rounding of two runs
 _MAKER = "a function of the uncut model that makes one"
+_TABLE = "a table of name -> function"
 _VARIANT = "a function that returns an audit, under a name"
 _USED = (
     "its optimizer has stepped in this audit before, and goes on with its state: make modules, "
@@ -142,29 +147,23 @@ class Audit:
             modules = tuple(modules.values() if isinstance(modules, Mapping) else modules or ())
             object.__setattr__(self, "modules", modules)
         held = self.held
+        kinds: dict[str, tuple[object, str, bool]] = {
+            "step": (self.step, "a function", callable(self.step)),
+            "loss_fn": (self.loss_fn, "a function", callable(self.loss_fn)),
+            "model": (self.model, "a module", isinstance(self.model, nn.Module)),
+            "modules": (held, "modules", all(isinstance(m, nn.Module) for m in held)),
+            "microbatches": (self.microbatches, "int", isinstance(self.microbatches, int)),
+            "optimizer": (self.optimizer, _MAKER, callable(self.optimizer or _Run)),
+            "variants": (self.variants, _TABLE, isinstance(self.variants, Mapping)),
+        }
+        variants: Any = self.variants if kinds["variants"][2] else {}
+        for name, change in variants.items():
+            is_right = isinstance(name, str) and callable(change)
+            kinds[f"the variant {name!r}"] = change, _VARIANT, is_right
         wrong = [
             f"{name} is {type(value).__name__}, expected {expected}"
-            for name, value, expected, is_right in (
-                ("step", self.step, "a function", callable(self.step)),
-                ("loss_fn", self.loss_fn, "a function", callable(self.loss_fn)),
-                ("model", self.model, "a module", isinstance(self.model, nn.Module)),
-                ("modules", held, "modules", all(isinstance(m, nn.Module) for m in held)),
-                ("microbatches", self.microbatches, "int", isinstance(self.microbatches, int)),
-                ("optimizer", self.optimizer, _MAKER, callable(self.optimizer or _Run)),
-                (
-                    "variants",
-                    self.variants,
-                    "a table of name -> function",
-                    isinstance(self.variants, Mapping),
-                ),
-            )
+            for name, (value, expected, is_right) in kinds.items()
             if not is_right
-        ]
-        variants: object = self.variants
-        wrong += [
-            f"the variant {name!r} is {type(change).__name__}, expected {_VARIANT}"
-            for name, change in (variants.items() if isinstance(variants, Mapping) else ())
-            if not (isinstance(name, str) and callable(change))
         ]
         if wrong:
             raise PlanError("; ".join(wrong))
@@ -185,6 +184,7 @@ class _Run:
 
     Attributes:
         optimizers: That have stepped in it, and in audits before.
+        drops: Probabilities of dropout in one process, and in the pipeline.
     """
 
     def __init__(
@@ -196,14 +196,13 @@ class _Run:
     ) -> None:
         self._audit = audit
         self._earlier, self.optimizers = WeakSet(earlier), WeakSet(earlier)
-        self._begin = time.monotonic()
         self._last: Seen
 
         def prepare() -> tuple[tuple[list[Batch], Names, nn.Module], Reply]:
             batches = checked(audit, steps, tolerance)
             names = match(audit.held, audit.model, audit.names)
             sizes = len(batches), audit.microbatches, audit.num_replicas, audit.replica
-            reply = list(names.parameters), digest_of(batches), sizes
+            reply = list(names.parameters), written(batches), sizes
             return (batches, names, copied(audit.model)), reply
 
         (self._batches, self._names, self._model), every = agree_keeping(
@@ -211,31 +210,29 @@ class _Run:
         )
         self._notes = check_ranks(audit, every)
         self._judge = Judge(
-            self._model,
-            clip_norm=audit.clip_norm,
-            tolerance=tolerance,
-            autocast=audit.autocast,
-            optimizer=audit.optimizer,
+            self._model, audit.clip_norm, tolerance, audit.autocast, audit.optimizer
         )
         modules = [part for module in audit.held for part in module.modules()]
-        self._dropout = dropout.Without(modules)
-        self._dropout_of_one = dropout.Without()
-        self._num_sound = len(self._batches)  # steps that follow upon each other
+        self._dropout, self._dropout_of_one = dropout.Without(modules), dropout.Without()
         self._first = self._saved() if audit.variants else []
 
     def report(self) -> Report:
         """Runs all steps, and a right one again; returns what was found."""
+        begin = time.monotonic()
         findings, steps, gradients = self.compared()
         if not findings:
             findings += self._repeated(self._batches[-1])
-        notes = [*self._notes, *self._judge.notes.values()]
         recurrent = agree("recurrent modules", lambda: bool(self._dropout.of_recurrent))
-        if self._drops[1] or any(recurrent):
-            notes.append("dropout was 0 while numbers were compared")
-        own = merged(findings), tuple(notes), tuple(gradients)
-        of_rank_0 = agree("the report", lambda: own, timeout_seconds=PATIENCE_SECONDS)[0]
-        seconds = time.monotonic() - self._begin
-        return Report(*of_rank_0, steps, dist.get_world_size(), seconds)
+
+        def made() -> tuple[tuple[Finding, ...], tuple[str, ...], tuple[Gradient, ...]]:
+            notes = [*self._notes, *self._judge.notes.values()]
+            if self.drops[1] or any(recurrent):
+                notes.append("dropout was 0 while numbers were compared")
+            return merged(findings), tuple(notes), tuple(gradients)
+
+        found, notes, worst = _on_rank_0("the report", made)
+        seconds = time.monotonic() - begin
+        return Report(found, notes, worst, steps, dist.get_world_size(), seconds)
 
     def compared(self) -> tuple[list[Finding], int, list[Gradient]]:
         """Runs all steps; returns what was found, how many were run, and the last gradients."""
@@ -249,11 +246,10 @@ class _Run:
                 # Other steps may show other causes. They begin with equal copies again. The state
                 # of optimizers is not restored.
                 self._restore(saved)
-                self._num_sound = min(self._num_sound, number)
-            if any(finding.cause == OTHER_VALUES.words for finding in new):
+            if any(finding.cause == NOT_KNOWN.words for finding in new):
                 break  # the causes of later steps would say nothing
         every = agree("dropout", lambda: (self._dropout_of_one.dropped, self._dropout.dropped))
-        one, pipeline = self._drops = every[0][0], set[float]().union(*(own for _, own in every))
+        one, pipeline = self.drops = every[0][0], set[float]().union(*(own for _, own in every))
         if one != pipeline and not modes:
             findings.append(
                 Finding(
@@ -264,14 +260,13 @@ class _Run:
         return findings, steps, gradients
 
     @property
-    def notes(self) -> list[tuple[str, str]]:
+    def notes(self) -> Mapping[str, str]:
         """What was not compared, by kind, and why, on rank 0."""
-        return list(self._judge.notes.items())
+        return self._judge.notes
 
     def measured(self) -> Measured:
         """Returns what both sides had, on rank 0."""
-        updates = self._judge.updates[: self._num_sound]
-        return Measured(self._judge.gradients, updates, self._drops)
+        return Measured(self._judge.gradients, self._judge.updates, self.drops)
 
     def begin_again(self) -> None:
         """Gives parameters the values with which the audit began."""
@@ -304,11 +299,10 @@ class _Run:
         audit = self._audit
         with self._dropout.running():
             self._last = self._seen(batch)
-        every = _gathered(self._last)
+        every = [self._last] * dist.get_world_size()
+        dist.gather_object(self._last, None if dist.get_rank() else every, dst=0)
 
-        def compare() -> Verdict | None:
-            if every is None:
-                return None
+        def compare() -> Verdict:
             shares = leaves_cut(batch, audit.num_replicas)
             cut = [leaves_cut(share, audit.microbatches) for share in shares]
             with self._dropout_of_one.running():
@@ -316,14 +310,11 @@ class _Run:
                 return self._judge.judge(every, data, number)
 
         try:
-            every_verdict = agree(
-                "compare with one process", compare, timeout_seconds=PATIENCE_SECONDS
-            )
+            return _on_rank_0("compare with one process", compare)
         except AgreementError as error:
             if error.absent or error.follows:
                 raise
             raise NotComparedError(str(error)) from error
-        return every_verdict[0] or ([], [])
 
     def _seen(self, batch: Batch) -> Seen:
         """Runs a step; returns what this rank had in it."""
@@ -340,14 +331,10 @@ class _Run:
 
     def _repeated(self, batch: Batch) -> list[Finding]:
         """Runs a right step again from one state; returns what differs."""
-        values = self._saved()
-        state = torch.get_rng_state(), torch.cuda.get_rng_state_all()
-        runs = list[Seen]()
+        values, runs = self._saved(), list[Seen]()
         for _ in range(2):
             self._restore(values)
-            torch.set_rng_state(state[0])
-            torch.cuda.set_rng_state_all(state[1])
-            with self._dropout.running():
+            with torch.random.fork_rng(), self._dropout.running():
                 runs.append(self._seen(batch))
         differing = agree("repeat a step", lambda: _differing(*runs))
         if not any(differing):
@@ -377,6 +364,15 @@ class _Run:
         return [*self._names.parameters.values(), *self._names.buffers.values()]
 
 
+def _on_rank_0(what: str, function: Callable[[], T]) -> T:
+    """Runs a function on rank 0; returns its result, or raises its error, on all ranks."""
+
+    def run() -> T | None:
+        return None if dist.get_rank() else function()
+
+    return cast("T", agree(what, run, timeout_seconds=PATIENCE_SECONDS)[0])
+
+
 def _varied(
     audit: Audit, run: _Run, report: Report, steps: int | None, tolerance: float | None
 ) -> Report:
@@ -384,8 +380,8 @@ def _varied(
     names = agree("the variants", lambda: list(audit.variants))
     if any(own != names[0] for own in names):
         raise PlanError(f"ranks have different variants: {names}; give all ranks the same")
+    begin, optimizers = time.monotonic(), run.optimizers
     found, variants, notes = list(report.findings), list[Variant](), list(report.notes)
-    optimizers, begin = run.optimizers, time.monotonic()
     for name, change in audit.variants.items():
         run.begin_again()
         other, refusal = _made(name, change)
@@ -400,24 +396,12 @@ def _varied(
             found.append(Finding(f"{name}: {words}", "look at what the pipeline makes of it"))
             continue
         optimizers = with_option.optimizers
-
-        def compare(
-            name: str = name, with_option: _Run = with_option, findings: list[Finding] = findings
-        ) -> tuple[Variant, tuple[Finding, ...], list[str]] | None:
-            if dist.get_rank():
-                return None
-            both = report.findings, merged(findings)
-            variant, new = compared(name, run.measured(), with_option.measured(), both)
-            noted = [
-                f"{name}: {note}" for key, note in with_option.notes if key not in dict(run.notes)
-            ]
-            return variant, merged(new), noted
-
-        of_rank_0 = agree("a variant", compare, timeout_seconds=PATIENCE_SECONDS)[0]
-        assert of_rank_0 is not None
-        variants.append(of_rank_0[0])
-        found += of_rank_0[1]
-        notes += of_rank_0[2]
+        both = report.findings, merged(findings)
+        compare = functools.partial(_compared, name, run, with_option, both)
+        variant, new, more = _on_rank_0("a variant", compare)
+        variants.append(variant)
+        found += new
+        notes += more
     seconds = report.seconds + time.monotonic() - begin
     return replace(
         report,
@@ -426,6 +410,15 @@ def _varied(
         variants=tuple(variants),
         seconds=seconds,
     )
+
+
+def _compared(
+    name: str, usual: _Run, changed: _Run, findings: tuple[Sequence[Finding], Sequence[Finding]]
+) -> tuple[Variant, tuple[Finding, ...], list[str]]:
+    """Returns a variant, what is wrong with it, and notes that it alone has."""
+    variant, new = compared(name, usual.measured(), changed.measured(), findings)
+    more = [note for key, note in changed.notes.items() if key not in usual.notes]
+    return variant, merged(new), [f"{name}: {note}" for note in more]
 
 
 def _ran(
@@ -488,45 +481,29 @@ def _listed(probabilities: set[float]) -> str:
     return ", ".join(f"{p:g}" for p in sorted(probabilities)) or "nothing"
 
 
-def _gathered(own: Seen) -> list[Seen] | None:
-    """Returns what all ranks had, on rank 0."""
-    every: list[Any] = [None] * dist.get_world_size()
-    is_first = dist.get_rank() == 0
-    dist.gather_object(own, every if is_first else None, dst=0)
-    return every if is_first else None
-
-
 def _is_stale(before: Seen, first: Seen, second: Seen) -> bool:
     """Returns whether gradients have grown twice by the same."""
-    grown = [
-        (gradient, first.gradients[name], second.gradients[name])
-        for name, gradient in before.gradients.items()
-    ]
-    return all(
-        one is not None
-        and two is not None
-        and gradient is not None
-        and float((two - 2 * one + gradient).norm()) <= 1e-3 * float(gradient.norm())
-        for gradient, one, two in grown
+    every = (seen.gradients.items() for seen in (before, first, second))
+    grown = [[g for _, g in own if g is not None] for own in every]
+    return len({*map(len, grown)}) == 1 and all(
+        float((c - 2 * b + a).norm()) <= 1e-3 * float(a.norm())
+        for a, b, c in zip(*grown, strict=True)
     )
 
 
 def _differing(first: Seen, second: Seen) -> list[str]:
     """Returns names of gradients that differ by more than rounding explains."""
-    norms = [float(g.double().norm()) for g in first.gradients.values() if g is not None]
+    norms = {n: 0.0 if g is None else float(g.double().norm()) for n, g in first.gradients.items()}
     # A gradient that is zero but for rounding may differ by as much as it is.
-    least = 1e-3 * math.hypot(*norms)
+    least = 1e-3 * math.hypot(*norms.values())
     result = []
     for name, gradient in first.gradients.items():
         other = second.gradients[name]
         if gradient is None or other is None:
-            if gradient is not other:
-                result.append(name)
-            continue
-        scale = max(float(gradient.double().norm()), least)
-        if (
-            float((other.double() - gradient.double()).norm())
-            > _ROUNDING * torch.finfo(gradient.dtype).eps * scale
-        ):
+            is_same = gradient is other
+        else:
+            allowed = _ROUNDING * torch.finfo(gradient.dtype).eps * max(norms[name], least)
+            is_same = float((other.double() - gradient.double()).norm()) <= allowed
+        if not is_same:
             result.append(name)
     return result

@@ -6,28 +6,25 @@ Then names: which parameter of the uncut model is this one of a stage?
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.loss_parts import Batch
 from pipegrad.audit.report import shown
-from pipegrad.audit.truth import names_by_use
+from pipegrad.audit.truth import Batch, names_by_use
 from pipegrad.errors import PlanError, in_words
 from pipegrad.model.dtensor import is_dtensor
+from pipegrad.model.ties import plain_name
 from pipegrad.model.wrappers import FSDP1, wrapper_of
 from pipegrad.pipeline.trees import flattened, is_cut
 
 if TYPE_CHECKING:
     from pipegrad.audit.audit import Audit
 
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}  # DDP, torch.compile, and so on
 _Entries = list[tuple[str, Tensor]]
 
 
@@ -118,26 +115,7 @@ def copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def digest_of(batches: Sequence[Batch]) -> str:
-    """Returns a digest of all values of the batches."""
-    result = hashlib.sha256()
-    for batch in batches:
-        for _, leaf in itertools.chain(*(flattened(value)[0] for value in batch)):
-            result.update(_bytes(leaf))
-    return result.hexdigest()
-
-
-def _bytes(leaf: Any) -> bytes:  # noqa: ANN401 - of a tree
-    if not isinstance(leaf, Tensor):
-        # Other objects may print their address.
-        return repr(leaf if isinstance(leaf, Number | str) else type(leaf)).encode()
-    return (
-        f"{leaf.dtype} {tuple(leaf.shape)}".encode()
-        + leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    )
-
-
-# Of a rank: names of its parameters, digest of its batches, and (steps, microbatches, number of
+# Of a rank: names of its parameters, its batches as text, and (steps, microbatches, number of
 # replicas, replica).
 Reply = tuple[list[str], str, tuple[int, int, int, int]]
 
@@ -304,7 +282,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _bare(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    """Returns a name without the segments of wrappers; DDP adds `module`."""
+    return ".".join(part for part in plain_name(name).split(".") if part != "module")
 
 
 def _homes(modules: Mapping[str, nn.Module], there: Mapping[str, str]) -> dict[str, str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,22 +13,20 @@ from torch import Tensor, nn
 
 from pipegrad.audit import clipping, states
 from pipegrad.audit.causes import (
-    GRADIENT,
     LATE,
+    NOT_KNOWN,
     NOT_SUMMED,
-    OTHER_VALUES,
     Cause,
     Explanation,
     Place,
     explained,
-    factors_of,
 )
-from pipegrad.audit.loss_parts import Data, Fit, fits
+from pipegrad.audit.hypotheses import AT_ONCE, Fit, Hypothesis, chosen_of, fits
 from pipegrad.audit.report import Finding, Gradient, shown
 from pipegrad.audit.seen import Seen
 from pipegrad.audit.states import Entry, Key, Stepped, Stepper, entries_of
-from pipegrad.audit.truth import Truth, computed, names_by_use, sampled
-from pipegrad.audit.variants import Sides
+from pipegrad.audit.truth import WHOLE, Data, Truth, computed, names_by_use, sampled
+from pipegrad.audit.variants import Size, Where
 from pipegrad.errors import PlanError
 
 _ROUNDING = 32.0  # factor of the rounding of a gradient
@@ -80,8 +77,8 @@ class Judge:
         autocast: In which the pipeline computes, if that is another dtype than its parameters'.
         optimizer: Makes that of one process; None if updates are not compared.
         notes: What was not compared, and why.
-        gradients: Those of the first step, on both sides.
-        updates: Those of all steps.
+        gradients: Norms of the gradients of the first step, on both sides.
+        updates: Norms of the updates of all steps up to the first with a finding.
     """
 
     model: nn.Module
@@ -90,13 +87,14 @@ class Judge:
     autocast: torch.dtype | None = None
     optimizer: Stepper | None = None
     notes: dict[str, str] = field(default_factory=dict)
-    gradients: list[Sides] = field(default_factory=list)
-    updates: list[Sides] = field(default_factory=list)
+    gradients: dict[Where, Size] = field(default_factory=dict)
+    updates: dict[Where, Size] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         uses = names_by_use(self.model)
         self._first = {name: first for first, names in uses.items() for name in names}
         self._before: dict[Key, Tensor] = {}
+        self._is_sound = True  # steps follow upon each other
 
     def judge(self, seen: Sequence[Seen], data: Data, number: int) -> Verdict:
         """Returns what is wrong in a step, by its number from 1, and how far gradients are off."""
@@ -132,14 +130,15 @@ class Judge:
             for entry in entries
             if entry.name in truth.gradients
             and not set(entry.ranks) & frozen.get(entry.name, set())
-            and (entry.name, entry.ranks) not in changed
+            and entry.key not in changed
         ]
         places = _places(entries, truth, data, len(seen), after)
         wrong, gradients = self._gradients(entries, truth, dtypes, places, sum(data.targets))
         if number == 1:
-            own = {(e.name, e.ranks): e.gradient for e in entries if e.gradient is not None}
-            allowed = {(one.name, one.ranks): one.allowed for one in gradients}
-            self.gradients.append(Sides(truth.gradients, own, allowed))
+            for entry, one in zip(entries, gradients, strict=True):
+                own = 0.0 if entry.gradient is None else float(entry.gradient.double().norm())
+                right = float(truth.gradients[entry.name].norm())
+                self.gradients[1, *entry.key] = Size(right, own, one.allowed)
         # A loss scale that is removed behind clipping is one cause, and is said there.
         is_late = any(finding.advice == LATE.advice for finding in wrong)
         is_clipped = any(of_rank.norm is not None for of_rank in seen)
@@ -158,11 +157,12 @@ class Judge:
         explained = {name for finding in findings for name in finding.names}
         explained |= set(self._first.values()) if norms or (wrong and is_clipped) else set()
         findings += states.updates(seen, self._first, explained)
-        findings += self._updates(seen, explained)
+        findings += self._updates(seen, explained, number)
         findings += states.copies(states.held(seen, "after", self._first), _DRIFT, explained)
         findings += states.buffers(seen, truth)
+        self._is_sound &= not findings
         self._before = {
-            (entry.name, entry.ranks): entry.gradient
+            entry.key: entry.gradient
             for entry in entries_of(seen, [of_rank.gradients for of_rank in seen], self._first)
             if entry.gradient is not None
         }
@@ -232,33 +232,31 @@ class Judge:
                 wrong.append(Wrong(entry, allowed, scale))
         why = self._why(wrong, entries, truth, places)
         is_small = all(0 < one.error < _LOW for one in gradients)
-        is_other = any(finding.cause == OTHER_VALUES.words for finding in why)
-        if is_small and is_other and torch.float32 in dtypes.values() and self.autocast is None:
+        is_unknown = any(finding.cause == NOT_KNOWN.words for finding in why)
+        if is_small and is_unknown and torch.float32 in dtypes.values() and self.autocast is None:
             self.notes["autocast"] = (
                 "all errors are as small as those of half precision: if the pipeline computes in "
                 "torch.autocast, give autocast=torch.bfloat16"
             )
         return why, gradients
 
-    def _updates(self, seen: Sequence[Seen], explained: set[str]) -> list[Finding]:
-        """Returns updates that are wrong, if one process has an optimizer, and remembers all."""
+    def _updates(self, seen: Sequence[Seen], explained: set[str], number: int) -> list[Finding]:
+        """Returns updates that are wrong, if one process has an optimizer, and keeps all norms."""
         actual = states.updated(seen, self._first)
         right = self._stepped.updates(seen, self._first) if self.optimizer is not None else None
         allowed = dict[Key, float]()
         for name, rank, value in states.held(seen, "before", self._first):
             rounding = _NOISE * torch.finfo(value.dtype).eps * float(value.double().norm())
-            norm = max(float(actual[name, (rank,)].norm()), _TINY)
-            allowed[name, (rank,)] = _UPDATE + rounding / norm
-            if (
-                allowed[name, (rank,)] > _MOST_ALLOWED
-                and right is not None
-                and bool(actual[name, (rank,)].any())
-            ):
+            own = float(actual[name, (rank,)].norm())
+            allowed[name, (rank,)] = _UPDATE + rounding / max(own, _TINY)
+            if allowed[name, (rank,)] > _MOST_ALLOWED and right is not None and own:
                 self.notes["updates"] = (
                     "some updates are as small as the rounding of their parameters, so that wrong "
                     "ones are not seen: raise the learning rate for the audit"
                 )
-        self.updates.append(Sides(right, actual, allowed))
+            if self._is_sound:
+                one = None if right is None else float(right[name].norm())
+                self.updates[number, name, (rank,)] = Size(one, own, allowed[name, (rank,)])
         if right is None:
             return []
         return list(states.other_updates(actual, right, allowed, explained))
@@ -271,77 +269,112 @@ class Judge:
         places: Mapping[Key, Place],
     ) -> list[Finding]:
         """Returns the causes of wrong gradients."""
-        findings = list[Finding]()
-        # Matrices first: their parts are distinguished best.
-        wrong = sorted(wrong, key=lambda one: -truth.gradients[one.entry.name].numel())
-        names = list(dict.fromkeys(one.entry.name for one in wrong))
-        parts = truth.parts(names) if names else {}
-        result, chosen = list[tuple[Wrong, list[Fit]]](), dict[Key, Fit]()
-        known: dict[tuple[int, ...], list[Fit]] = {}
+        findings, finite = list[Finding](), list[Wrong]()
         for one in wrong:
             entry = one.entry
-            if entry.gradient is not None and not bool(entry.gradient.isfinite().all()):
+            if entry.gradient is None or bool(entry.gradient.isfinite().all()):
+                finite.append(one)
+            else:
                 findings.append(Finding(*_NOT_FINITE, (entry.name,), entry.ranks))
-                continue
-            own = known.setdefault(entry.ranks, [])
-            fitting = self._fits(one, parts[entry.name], truth, own)
-            best = explained(fitting, places[entry.name, entry.ranks], one.allowed).fit
-            if best is not None:
-                own.append(best)
-                chosen[entry.name, entry.ranks] = best
-            result.append((one, fitting))
-        usual, apart = _usual(chosen, entries, truth, wrong), _apart(chosen, entries)
-        order = {name: number for number, name in enumerate(truth.gradients)}
-        result.sort(key=lambda pair: order[pair[0].entry.name])
+        parts = truth.parts(list({one.entry.name for one in finite})) if finite else {}
+        found = {one.entry.key: self._fits(one, parts[one.entry.name], truth) for one in finite}
+        chosen = {
+            one.entry.key: explained(
+                [(fit, places[one.entry.key]) for fit in found[one.entry.key][0]], one.allowed
+            ).fit
+            for one in finite
+        }
+        usual, apart = _usual(chosen, entries, truth), _apart(chosen, entries)
         said = list[tuple[Entry, Explanation]]()
-        for one, fitting in result:
+        for one in finite:
             entry = one.entry
-            there = {use: e.ranks for e in entries if e.name == entry.name for use in e.uses}
-            uses = truth.uses[entry.name]
             place = replace(
-                places[entry.name, entry.ranks],
-                usual=usual.get(entry.ranks),
-                usual_of_uses=[usual.get(there.get(use, ())) for use in uses] if uses[1:] else [],
+                places[entry.key],
+                usual=usual[entry.ranks].scales[0] if entry.ranks in usual else None,
                 is_apart=entry.name in apart,
             )
-            said.append((entry, explained(fitting, place, one.allowed)))
-        apart_on = _not_summed([one for one, _ in result], truth)
+            fitting = [(fit, place) for fit in found[entry.key][0]]
+            if place.num_uses > 1:
+                copies = [other for other in entries if other.name == entry.name]
+                stages = {use: usual.get(copy.ranks) for copy in copies for use in copy.uses}
+                of_uses = [stages.get(use) or _RIGHT for use in truth.uses[entry.name]]
+                fitting += [
+                    (fit, replace(place, holders=1, usual=None, use=name))
+                    for fit, name in _fits_of_uses(one, parts[entry.name], truth, of_uses)
+                ]
+            said.append((entry, explained(fitting, one.allowed)))
+        summed = _not_summed(finite, truth)
         # Numbers that nothing explains follow from other values beside them.
-        others = {
-            entry.ranks for entry, why in said if why.fit is None and entry.name not in apart_on
-        }
+        others = {e.ranks for e, why in said if why.fit is None and e.name not in summed}
         for entry, why in said:
-            if entry.name in apart_on and not why.is_known:
-                findings.append(Finding(*NOT_SUMMED, (entry.name,), entry.ranks))
-                continue
-            is_other = entry.ranks in others and not why.is_known
-            causes = [OTHER_VALUES] if is_other else why.causes
-            findings += [Finding(*cause, (entry.name,), entry.ranks) for cause in causes]
+            causes, details = why.causes, tuple[str, ...]()
+            if not why.is_known and entry.name in summed:
+                causes = [NOT_SUMMED]
+            elif not why.is_known and entry.ranks in others:
+                causes = [NOT_KNOWN]
+                details = (f"{found[entry.key][1]:.2g} of {entry.name} is not explained",)
+            findings += [Finding(*c, (entry.name,), entry.ranks, details=details) for c in causes]
         return findings
 
     def _fits(
-        self, one: Wrong, parts: Mapping[str, Tensor], truth: Truth, known: Sequence[Fit]
-    ) -> list[Fit]:
-        """Returns sums of parts that make a gradient."""
-        right = sampled(truth.gradients[one.entry.name])
-        actual = torch.zeros_like(right)
-        if one.entry.gradient is not None:
-            actual = sampled(one.entry.gradient)
-        before = self._before.get((one.entry.name, one.entry.ranks))
-        before = None if before is None else sampled(before)
-        size = max(1.0, float(actual.norm()) / max(float(right.norm()), _TINY))
-        share = math.sqrt(right.numel() / truth.gradients[one.entry.name].numel())
-        if truth.is_coupled:
-            parts = {GRADIENT: right.reshape(1, 1, 1, 1, -1), **parts}
-        return fits(actual, parts, one.allowed * one.scale * size * share, before, known)
+        self, one: Wrong, parts: Mapping[str, Tensor], truth: Truth
+    ) -> tuple[list[Fit], float]:
+        """Returns the hypotheses that make a gradient, and the smallest residual."""
+        entry, right = one.entry, sampled(truth.gradients[one.entry.name])
+        before = self._before.get(entry.key)
+        return fits(
+            _sampled(entry, right),
+            {AT_ONCE: right.reshape(1, 1, 1, 1, -1), **parts},
+            _allowed(one, truth),
+            entry.replicas,
+            None if before is None else sampled(before),
+        )
+
+
+def _fits_of_uses(
+    one: Wrong, parts: Mapping[str, Tensor], truth: Truth, usual: Sequence[Fit]
+) -> Iterator[tuple[Fit, str]]:
+    """Yields what explains one use of a tied parameter, if the others are as their stages are.
+
+    The name of the use is "" if its stage has the same in other parameters.
+    """
+    actual, allowed = _sampled(one.entry, truth.gradients[one.entry.name]), _allowed(one, truth)
+    every = [(fit, fit.hypothesis, parts.get(fit.hypothesis.view, parts[WHOLE])) for fit in usual]
+    shares = [
+        fit.scales[0] * chosen_of(hypothesis, view)[:, use].sum(0)
+        for use, (fit, hypothesis, view) in enumerate(every)
+    ]
+    for use, (stage, of_stage, _) in enumerate(every):
+        rest = actual.double() - torch.stack(shares[:use] + shares[use + 1 :]).sum(0)
+        own = {view: of_view[:, :, :, [use]] for view, of_view in parts.items()}
+        for fit in fits(rest, own, allowed, one.entry.replicas)[0]:
+            is_alike = replace(fit.hypothesis, view=of_stage.view) == of_stage and math.isclose(
+                fit.scales[0], stage.scales[0], rel_tol=_ALIKE
+            )
+            if fit.scales[0] > _NONE:  # without this use, the tie is not reduced
+                yield fit, "" if is_alike else truth.uses[one.entry.name][use]
+
+
+def _sampled(entry: Entry, right: Tensor) -> Tensor:
+    return sampled(torch.zeros_like(right) if entry.gradient is None else entry.gradient)
+
+
+def _allowed(one: Wrong, truth: Truth) -> float:
+    """Returns the norm of the rounding of the elements of a gradient that are looked at."""
+    whole = truth.gradients[one.entry.name]
+    right = sampled(whole)
+    size = float(_sampled(one.entry, whole).norm()) / max(float(right.norm()), _TINY)
+    return one.allowed * one.scale * max(1.0, size) * math.sqrt(right.numel() / whole.numel())
 
 
 _UPDATE = 1e-3  # relative error of an update by the same optimizer on the same gradient
 _LOW = 0.1  # error of gradients that were computed in half precision
 _MOST_ALLOWED = 0.25  # else a missing gradient would pass
-_SHARE = 1e-2  # of a gradient, below which it has no data of a replica
 _TINY = torch.finfo(torch.float64).tiny
 _EXACT = 1e-12  # of a gradient that is float64 all the way
+_NONE = 1e-3  # of a use: it has no share
+_ALIKE = 0.02  # of the scales of two parameters of a stage
+_RIGHT = Fit(Hypothesis(), (1.0,))
 _DRIFT = Cause(
     "copies of the parameter differ after the optimizer's step",
     "step all copies with the same gradients, options and dtype",
@@ -399,9 +432,10 @@ def _places(
     for entry in entries:
         holders.setdefault((entry.name, entry.replicas), set()).add(entry.ranks)
     return {
-        (entry.name, entry.ranks): Place(
+        entry.key: Place(
             replicas=entry.replicas,
             uses=[truth.uses[entry.name].index(name) for name in entry.uses],
+            num_uses=len(truth.uses[entry.name]),
             holders=len(holders[entry.name, entry.replicas]),
             counts=counts,
             num_replicas=len(data.batches),
@@ -416,37 +450,32 @@ def _places(
 
 
 def _usual(
-    chosen: Mapping[Key, Fit], entries: Sequence[Entry], truth: Truth, wrong: Sequence[Wrong]
-) -> dict[tuple[int, ...], float | None]:
-    """Returns by which factor parameters that are not tied are too large, by their ranks."""
-    is_wrong = {(one.entry.name, one.entry.ranks) for one in wrong}
-    scales: dict[tuple[int, ...], list[float]] = {}
+    chosen: Mapping[Key, Fit | None], entries: Sequence[Entry], truth: Truth
+) -> dict[tuple[int, ...], Fit]:
+    """Returns what has happened to parameters that are not tied, by their ranks."""
+    every: dict[tuple[int, ...], list[Fit]] = {}
     for entry in entries:
-        key = entry.name, entry.ranks
-        if len(truth.uses.get(entry.name, ())) != 1:
-            continue
-        factors = factors_of(chosen[key].ratios) if key in chosen else None
-        if key not in is_wrong:
-            scales.setdefault(entry.ranks, []).append(1.0)
-        elif factors is not None and factors.scale:
-            scales.setdefault(entry.ranks, []).append(factors.scale)
-    result = {ranks: statistics.median(values) for ranks, values in scales.items()}
+        fit = chosen.get(entry.key, _RIGHT)
+        if len(truth.uses[entry.name]) == 1 and fit is not None and fit.scales[0] > 0:
+            every.setdefault(entry.ranks, []).append(fit)
+    result = {ranks: _middle(found) for ranks, found in every.items()}
     # A rank of tied parameters alone is taken to be as the others are.
-    every = statistics.median(result.values()) if result else None
-    return {entry.ranks: result.get(entry.ranks, every) for entry in entries}
-
-
-def _apart(chosen: Mapping[Key, Fit], entries: Sequence[Entry]) -> set[str]:
-    """Returns parameters of which all ranks have the data of their own replica alone."""
-    result = set[str]()
-    for name in {entry.name for entry in entries}:
-        own = [(e, chosen.get((e.name, e.ranks))) for e in entries if e.name == name]
-        if all(fit is None or _has(fit, entry.replicas) for entry, fit in own):
-            result.add(name)
+    if result:
+        others = _middle(list(result.values()))
+        result = {entry.ranks: result.get(entry.ranks, others) for entry in entries}
     return result
 
 
-def _has(fit: Fit, replicas: Sequence[int]) -> bool:
-    """Returns whether a gradient has the data of these replicas alone."""
-    shares = fit.ratios.nan_to_num(0.0).abs().amax((1, 2, 3)).tolist()
-    return all(r in replicas for r, share in enumerate(shares) if share > _SHARE * max(shares))
+def _middle(found: Sequence[Fit]) -> Fit:
+    """Returns the one whose scale is the median."""
+    return sorted(found, key=lambda fit: fit.scales[0])[(len(found) - 1) // 2]
+
+
+def _apart(chosen: Mapping[Key, Fit | None], entries: Sequence[Entry]) -> set[str]:
+    """Returns parameters of which all ranks have the data of their own replica alone."""
+    result = {entry.name for entry in entries}
+    for entry in entries:
+        fit = chosen.get(entry.key)
+        if fit is not None and set(fit.hypothesis.replicas) != set(entry.replicas):
+            result.discard(entry.name)
+    return result

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from pipegrad.audit.audit import Audit
-from pipegrad.audit.loss_parts import Batch
 from pipegrad.audit.seen import before_clipping, gradient_of
-from pipegrad.audit.truth import leaves_cut
+from pipegrad.audit.truth import Batch, leaves_cut
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

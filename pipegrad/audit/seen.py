@@ -161,8 +161,10 @@ class Placed:
         """Whether a sync has this parameter."""
         return name in self._live
 
-    def gradient(self, name: str) -> Tensor | None:
+    def gradient(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         """Returns the gradient that this rank's optimizer gets."""
+        if name not in self._live:
+            return gradient_of(parameter)
         main = self._live[name].main
         return None if main is None else main.gradient
 
@@ -333,10 +335,7 @@ def watched(
 
     def read() -> Mapping[str, Tensor | None]:
         if gradients is None:
-            return {
-                name: placed.gradient(name) if placed.knows(name) else gradient_of(parameter)
-                for name, parameter in own.items()
-            }
+            return {name: placed.gradient(name, p) for name, p in own.items()}
         return {names.of_modules[name]: value for name, value in gradients().items()}
 
     def whole(values: Mapping[str, Tensor | None]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Steps(Protocol):
 Stepper = Callable[[nn.Module], Steps]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """A gradient that some ranks hold together.
 
@@ -67,36 +67,30 @@ class Entry:
     uses: tuple[str, ...]
     gradient: Tensor | None
 
+    @property
+    def key(self) -> Key:
+        """Its name and ranks."""
+        return self.name, self.ranks
+
 
 def entries_of(
     seen: Sequence[Seen], gradients: Sequence[Mapping[str, Tensor | None]], first: First
 ) -> list[Entry]:
     """Returns gradients once for each group of ranks that holds them, with pieces added up."""
     replicas = {of_rank.rank: of_rank.replica for of_rank in seen}
-    entries = list[Entry]()
-    of_name: dict[str, list[int]] = {}
+    of_name: dict[str, list[Entry]] = {}
     for of_rank, held in zip(seen, gradients, strict=True):
-        parameters: dict[str, str] = {}
-        for name in held:
-            parameters.setdefault(first[name], name)
-        for parameter, name in parameters.items():
-            ranks, gradient, uses = ({*of_rank.groups[name]}, held[name], of_rank.uses[name])
+        for parameter, name in {first[name]: name for name in held}.items():
             known = of_name.setdefault(parameter, [])
-            at = next((at for at in known if ranks & {*entries[at].ranks}), None)
-            if at is not None:
-                ranks, uses = ranks | {*entries[at].ranks}, entries[at].uses
-                pieces = [g for g in (entries[at].gradient, gradient) if g is not None]
-                gradient = torch.stack(pieces).sum(0) if pieces else None
-            group = tuple(sorted(ranks))
-            entry = Entry(
-                parameter, group, tuple(sorted({replicas[r] for r in group})), uses, gradient
-            )
-            if at is None:
-                known.append(len(entries))
-                entries.append(entry)
-            else:
-                entries[at] = entry
-    return entries
+            ranks, uses, pieces = {*of_rank.groups[name]}, of_rank.uses[name], [held[name]]
+            for other in [entry for entry in known if ranks & {*entry.ranks}]:
+                known.remove(other)
+                ranks, uses, pieces = ranks | {*other.ranks}, other.uses, [other.gradient, *pieces]
+            there = [piece for piece in pieces if piece is not None]
+            of_ranks = tuple(sorted({replicas[rank] for rank in ranks}))
+            gradient = torch.stack(there).sum(0) if len(there) > 1 else next(iter(there), None)
+            known.append(Entry(parameter, tuple(sorted(ranks)), of_ranks, uses, gradient))
+    return [entry for known in of_name.values() for entry in known]
 
 
 def starts(seen: Sequence[Seen], model: nn.Module, first: First) -> Iterator[Finding]:

@@ -1,10 +1,16 @@
-"""Truth: what one process computes on the uncut model, whole and in parts, in float64.
+"""Truth: what one process computes on the uncut model, at once and by microbatches, in float64.
 
 [Note: what is right] The right gradient is that of the loss of the whole batch, computed at once.
-Its parts, one for each microbatch, say what a wrong gradient is made of; see `parts.py`. If no
-parts make the whole, samples depend on each other, as in BatchNorm. A pipeline that computes each
-microbatch by itself has another gradient then. Only the caller may say that it is right
-nevertheless, by ``by_microbatch``.
+Its parts, one for each microbatch, output and use of a tied parameter, say what a wrong gradient
+may be made of; see `hypotheses.py`. If they do not add up to it, samples depend on each other, as
+in BatchNorm. A pipeline that computes each microbatch by itself has another gradient then. Only the
+caller may say that it is right nevertheless, by ``by_microbatch``.
+
+[Note: parts of a loss] A loss is a function of the model's output for the whole batch. So the part
+of a microbatch in a gradient is what flows through its rows of the output, however the loss weighs
+them. An output without rows, such as a balance loss, is a mean over microbatches, which count alike
+or by their targets. A pipeline may divide the loss otherwise: by the targets of each replica, or of
+each microbatch; or compare with the targets of another microbatch. Each of these is a view.
 """
 
 from __future__ import annotations
@@ -12,32 +18,56 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.loss_parts import (
-    WHOLE,
-    Data,
-    Outputs,
-    is_real,
-    loss_of,
-    output_of,
-    views_of,
-)
 from pipegrad.errors import PlanError, in_words
 from pipegrad.pipeline.trees import flattened, is_cut
 
+Batch = tuple[Any, Any]  # inputs and target
+LossFn = Callable[[Any, Any], Any]
+Cell = tuple[int, int]  # replica and index of a microbatch
+Flow = dict[Cell, list[Tensor | None]]  # gradients of a loss by the outputs of a microbatch
+
+WHOLE, REPLICAS, MICROBATCHES = "whole", "replicas", "microbatches"
+BEFORE, BEHIND = "targets before", "targets behind"
+_IGNORED = -100  # by torch's losses, and Hugging Face's
 _SAMPLED = 16384  # elements of a gradient that are looked at part by part
-_SOLVED_FROM = 4096  # elements of gradients suffice to solve the weights
 _LOSS_SCALE = 1024.0  # of float16
 _COUPLED = 1e-5  # of a gradient; float32 inside of a model leaves less
+_NO_ROWS = RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError
 
 
-_Uses = Mapping[str, Sequence[str]]  # first name of a parameter -> all its names
+@dataclass(frozen=True)
+class Data:
+    """What a step computes with.
+
+    Attributes:
+        loss_fn: ``loss_fn(output, target)``, a mean.
+        batches: Microbatches of each replica.
+        whole: The whole batch.
+        by_microbatch: True if the model is to compute each microbatch by itself, also where samples
+            of a batch depend on each other.
+    """
+
+    loss_fn: LossFn
+    batches: Sequence[Sequence[Batch]]
+    whole: Batch
+    by_microbatch: bool = False
+
+    @property
+    def targets(self) -> list[int]:
+        """Number of elements of each microbatch's target that a loss counts, at least 1."""
+        return [_counted(target) for of_replica in self.batches for _, target in of_replica]
+
+    def cast(self, dtype: torch.dtype) -> Data:
+        """Returns the same data in another dtype."""
+        batches = [[cast(one, dtype) for one in of_replica] for of_replica in self.batches]
+        return replace(self, batches=batches, whole=cast(self.whole, dtype))
 
 
 @dataclass(frozen=True)
@@ -45,19 +75,19 @@ class Truth:
     """One step of one process.
 
     Attributes:
-        loss: Of the whole batch.
-        losses: Of each replica and microbatch, ``(replicas, microbatches)``.
-        own: Of the rows of each replica, ``(replicas,)``.
+        loss: Loss of the whole batch.
+        losses: Losses of the microbatches, ``(replicas, microbatches)``.
+        own: Losses of the replicas, ``(replicas,)``.
         gradients: Name -> gradient. A tied parameter has the first of its names.
         uses: First name of each parameter -> all its names.
-        terms: Of the output's tensors that the loss depends on, their paths.
-        buffers: Of each replica, after its microbatches; those that the forward changes.
-        is_coupled: Whether samples of a batch depend on each other, so that no parts make the
+        terms: Paths of the outputs that the loss depends on.
+        buffers: Buffers of each replica that the forward changes, after its microbatches.
+        is_coupled: True if samples of a batch depend on each other, so that no parts make the
             gradient.
-        parts: Of first names, view -> elements of their gradients (`sampled`) by replica,
+        parts: Returns, for first names, view -> elements of their gradients (`sampled`) by replica,
             microbatch, term and use, ``(replicas, microbatches, terms, uses, numel)``.
-        noise: Name -> error of one process that computes in the dtype of the pipeline, relative.
-        loss_error: The same of the loss.
+        noise: Name -> relative error of one process that computes in the dtype of the pipeline.
+        loss_error: Relative error of its loss.
     """
 
     loss: float
@@ -69,7 +99,7 @@ class Truth:
     buffers: list[dict[str, Tensor]]
     is_coupled: bool
     parts: Callable[[Sequence[str]], dict[str, dict[str, Tensor]]]
-    noise: dict[str, float]
+    noise: dict[str, float] = field(default_factory=dict)
     loss_error: float = 0.0
 
 
@@ -82,11 +112,9 @@ def computed(
     """Returns what one process computes, as `compute` does; refuses what it cannot compare with.
 
     Raises:
-        PlanError: If the model cannot be computed in float64, draws random numbers, or has a loss
-            that is not finite.
+        PlanError: As `compute`, or if the model cannot be computed in float64.
     """
     try:
-        _check_random(model, data)
         return compute(model, data, dtypes, autocast)
     except PlanError:
         raise
@@ -97,155 +125,295 @@ def computed(
         ) from error
 
 
-def _check_random(model: nn.Module, data: Data) -> None:
-    """Checks that two forwards have one loss, and that it is finite."""
-    inputs, target = cast(data.whole, torch.float64)
-    with torch.no_grad():
-        first, second = (
-            float(loss_of(data.loss_fn(output_of(copy.deepcopy(model), inputs), target)))
-            for _ in range(2)
-        )
-    if not math.isfinite(first):
-        raise PlanError(f"the loss of one process is {first}: look at the batch and the weights")
-    if first != second:
-        raise PlanError(
-            f"two forwards of the uncut model on one batch differ, {first:.6g} and {second:.6g}: "
-            f"it draws random numbers (stochastic depth, noise, masks of its own). Switch them off "
-            f"for the audit; dropout of torch is switched off already"
-        )
-
-
 def compute(
     model: nn.Module,
     data: Data,
     dtypes: Mapping[str, torch.dtype],
     autocast: torch.dtype | None = None,
 ) -> Truth:
-    """Returns what one process computes."""
-    uses = names_by_use(model)
-    loose, exact = _untied(model, uses), _data_in(data, torch.float64)
-    # A forward of the whole batch would change buffers, such as running means.
-    loss, totals = _gradients(copy.deepcopy(loose), exact)
-    gradients = {name: _sum(totals, names) for name, names in uses.items() if names[0] in totals}
-    uses = {first: names for first, names in uses.items() if first in gradients}
-    split, is_coupled = _split(loose, exact, gradients, uses)
-    views = split.views
+    """Returns what one process computes.
+
+    Raises:
+        PlanError: If the model draws random numbers, or has a loss that is not finite.
+    """
+    every, exact = names_by_use(model), data.cast(torch.float64)
+    loose = _untied(model, every)
+    loss, right, whole = _at_once(loose, exact)
+    if not math.isfinite(loss):
+        raise PlanError(f"the loss of one process is {loss}: look at the batch and the weights")
+    if (again := _at_once(loose, exact)[0]) != loss:
+        raise PlanError(
+            f"two forwards of the uncut model on one batch differ, {loss:.6g} and {again:.6g}: "
+            f"it draws random numbers (stochastic depth, noise, masks of its own). Switch them off "
+            f"for the audit; dropout of torch is switched off already"
+        )
+    cells, is_coupled = _split(loose, exact, whole, right)
     if is_coupled and data.by_microbatch:
-        loss, gradients = views.loss, split.accumulated(uses)
+        loss, right = cells.loss_and_gradients()
+    trained = {first: [n for n in names if n in right] for first, names in every.items()}
+    gradients = {
+        first: torch.stack([right[name] for name in names]).sum(0)
+        for first, names in trained.items()
+        if names
+    }
+    uses = {first: every[first] for first in gradients}
+    losses, _ = cells.flow(cells.by_microbatch)
+    own, _ = cells.flow(cells.by_replica)
     truth = Truth(
         loss=loss,
-        losses=views.losses,
-        own=views.own,
+        losses=losses.nan_to_num(0.0).reshape(len(data.batches), -1),
+        own=own,
         gradients=gradients,
         uses=uses,
-        terms=tuple(split.outputs.paths[leaf] for leaf in views.terms),
-        buffers=split.outputs.buffers,
+        terms=tuple(cells.paths[term] for term in cells.terms()),
+        buffers=cells.buffers,
         is_coupled=is_coupled and not data.by_microbatch,
-        parts=lambda names: split.parts({n: uses[n] for n in names}),
-        noise={},
+        parts=lambda names: cells.parts({name: uses[name] for name in names}),
     )
-    noise, rounded = _noise(model, data, split.outputs, truth, dtypes, autocast=autocast)
-    return replace(
-        truth, noise=noise, loss_error=abs(rounded - truth.loss) / abs(truth.loss or 1.0)
-    )
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        noise, rounded = _noise(model, data, cells, truth, dtypes)
+    return replace(truth, noise=noise, loss_error=abs(rounded - loss) / abs(loss or 1.0))
 
 
-class _Split:
-    """A step microbatch by microbatch: what each one adds to a gradient, in each view.
+def _at_once(model: nn.Module, data: Data) -> tuple[float, dict[str, Tensor], list[Any]]:
+    """Returns loss and gradients of the whole batch, and the leaves of the model's output."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.enable_grad():
+        # A forward changes buffers, such as running means.
+        output = output_of(_sharing_parameters(model), data.whole[0])
+        loss = loss_of(data.loss_fn(output, data.whole[1]))
+        found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+    leaves = [leaf for _, leaf in flattened(output)[0]]
+    return float(loss.detach()), dict(zip(trained, map(_dense, found), strict=True)), leaves
+
+
+class Cells:
+    """All microbatches, each computed by itself with its graph, and losses of their outputs.
 
     Args:
-        model: With a parameter for each use of a tied one. It is not changed.
-        data: Of the step.
-        outputs: Of its microbatches.
+        model: The uncut model. Its buffers are not changed.
+        data: The step, in the dtype of the model.
+        whole: Leaves of the output for the whole batch; None to take the loss of a microbatch for
+            its output, because the output cannot be taken apart.
+
+    Attributes:
+        whole: As in the arguments.
+        weights: Weight of each microbatch in outputs that have no rows.
+        paths: Path of each leaf of the output.
+        buffers: Buffers of each replica that the forward changes, after its microbatches.
     """
 
-    def __init__(self, model: nn.Module, data: Data, outputs: Outputs) -> None:
-        self._model, self._data, self.outputs = model, data, outputs
-        self.views = views_of(outputs, data)
+    def __init__(self, model: nn.Module, data: Data, whole: Sequence[Any] | None) -> None:
+        self._model, self._data, self.whole = model, data, whole
+        self.buffers = list[dict[str, Tensor]]()
+        self._graphs = dict[Cell, list[Any]]()
+        before = dict(model.named_buffers())
+        for replica, of_replica in enumerate(data.batches):
+            own = _sharing_parameters(model)
+            for index, (inputs, target) in enumerate(of_replica):
+                with torch.enable_grad():
+                    output = output_of(own, inputs)
+                    if whole is None:
+                        output = loss_of(data.loss_fn(output, target))
+                leaves, self._rebuilt = flattened(output)
+                self.paths = [path for path, _ in leaves]
+                self._graphs[replica, index] = [leaf for _, leaf in leaves]
+            after = own.named_buffers()
+            self.buffers.append({n: b for n, b in after if not torch.equal(b, before[n])})
+        # A loss may be a function of an output and of what that is made of.
+        self._leaves = {
+            cell: [x.detach().requires_grad_() if is_real(x) else x for x in leaves]
+            for cell, leaves in self._graphs.items()
+        }
+        self.all = list(self._graphs)
+        self.by_replica = [[c for c in self.all if c[0] == r] for r in range(len(data.batches))]
+        self.by_microbatch = [[cell] for cell in self.all]
+        self.weights = dict.fromkeys(self.all, 1 / len(self.all))
+        ends = self._graphs[0, 0]
+        self._dims = [
+            _dim(own, there, len(self.all)) for own, there in zip(ends, whole or ends, strict=True)
+        ]
 
-    def parts(self, uses: _Uses, *, only: str | None = None) -> dict[str, dict[str, Tensor]]:
+    def weigh_by_targets(self) -> None:
+        """Lets microbatches count by their targets in outputs that have no rows."""
+        targets = self._data.targets
+        self.weights = {c: n / sum(targets) for c, n in zip(self.all, targets, strict=True)}
+
+    def flow(
+        self, groups: Sequence[Sequence[Cell]], shift: int = 0, scale: float = 1.0
+    ) -> tuple[Tensor, Flow]:
+        """Returns the losses of groups of microbatches, and gradients of their mean by outputs.
+
+        Args:
+            groups: Microbatches that one loss sees together.
+            shift: How many microbatches the targets are behind.
+            scale: Factor of the loss for the gradients.
+        """
+        losses, flow = list[Tensor](), Flow()
+        for group in groups:
+            with torch.enable_grad():
+                loss = self._loss(group, shift)
+                wanted = [x for cell in group for x in self._leaves[cell] if is_real(x)]
+                found = torch.autograd.grad(
+                    loss * scale / len(groups), wanted, allow_unused=True, retain_graph=True
+                )
+            losses.append(loss.detach().double())
+            gathered = iter(found)
+            for cell in group:
+                own = [next(gathered) if is_real(x) else None for x in self._leaves[cell]]
+                # 0 / 0 where there are no targets
+                flow[cell] = [None if g is None else g.nan_to_num(0.0) for g in own]
+        return torch.stack(losses), flow
+
+    def _loss(self, group: Sequence[Cell], shift: int) -> Tensor:
+        each = zip(*(self._leaves[cell] for cell in group), strict=True)
+        output = self._rebuilt([self._joined(n, group, own) for n, own in enumerate(each)])
+        if self.whole is None:
+            return loss_of(output)
+        of_replica = [(self._data.batches[r], m - shift) for r, m in group]
+        targets = [batches[m % len(batches)][1] for batches, m in of_replica]
+        return loss_of(self._data.loss_fn(output, _side_by_side(targets, self._data.whole[1])))
+
+    def _joined(self, leaf: int, group: Sequence[Cell], own: Sequence[Any]) -> Any:  # noqa: ANN401
+        dim = self._dims[leaf]
+        if dim is not None:
+            return torch.cat(list(own), dim)
+        if not is_real(own[0]):
+            return own[0]
+        weights = [self.weights[cell] for cell in group]
+        # Among themselves, microbatches weigh as in the whole.
+        total = sum(weights) if len(group) < len(self.all) else 1.0
+        return sum(w / total * x for w, x in zip(weights, own, strict=True))
+
+    def loss_and_gradients(self, scale: float = 1.0) -> tuple[float, dict[str, Tensor]]:
+        """Returns the loss of all microbatches together, and the sums of their gradients."""
+        losses, flow = self.flow([self.all], scale=scale)
+        pairs = [
+            (x, g)
+            for cell, own in flow.items()
+            for x, g in zip(self._graphs[cell], own, strict=True)
+            if g is not None and x.requires_grad
+        ]
+        return float(losses), self._by_name([x for x, _ in pairs], [g for _, g in pairs])
+
+    def _by_name(self, outputs: list[Tensor], flow: list[Tensor]) -> dict[str, Tensor]:
+        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        if not outputs:
+            return {name: torch.zeros_like(p) for name, p in trained.items()}
+        found = torch.autograd.grad(
+            outputs, list(trained.values()), flow, retain_graph=True, materialize_grads=True
+        )
+        return dict(zip(trained, map(_dense, found), strict=True))
+
+    def terms(self) -> list[int]:
+        """Returns the leaves of the output that the loss depends on."""
+        _, flow = self.flow([self.all])
+        every = zip(*flow.values(), strict=True)
+        return [n for n, own in enumerate(every) if any(g is not None and g.any() for g in own)]
+
+    def parts(self, uses: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
         """Returns gradients by name, view, replica, microbatch, term and use."""
-        names = list(self.views.by_name) if only is None else [only]
-        stacks = {name: {view: list[Tensor]() for view in names} for name in uses}
-        for view, by_term in self._flowed(uses, names, sampled):
+        views = {
+            WHOLE: self.flow([self.all])[1],
+            REPLICAS: self.flow(self.by_replica)[1],
+            MICROBATCHES: self.flow(self.by_microbatch)[1],
+        }
+        for view, shift in ((BEFORE, 1), (BEHIND, -1)):
+            try:
+                views[view] = self.flow([self.all], shift)[1]
+            except (RuntimeError, TypeError, ValueError):
+                continue  # targets that fit their own inputs alone
+        terms = self.terms()
+        stacks = {name: {view: list[Tensor]() for view in views} for name in uses}
+        for (view, flow), cell in itertools.product(views.items(), self.all):
+            pairs = [(self._graphs[cell][term], flow[cell][term]) for term in terms]
+            by_term = [
+                self._by_name([x], [g]) if g is not None and x.requires_grad else {}
+                for x, g in pairs
+            ]
             for name, every in uses.items():
                 # A use that cannot be untied is counted with the first one.
-                zero = torch.zeros_like(by_term[0][name])
-                rows = [torch.stack([term.get(use, zero) for use in every]) for term in by_term]
-                stacks[name][view].append(torch.stack(rows))
+                zero = torch.zeros_like(sampled(self._model.get_parameter(name).detach()))
+                found = [
+                    sampled(own[use]) if use in own else zero for own in by_term for use in every
+                ]
+                stacks[name][view].append(torch.stack(found).unflatten(0, (-1, len(every))))
         shape = len(self._data.batches), len(self._data.batches[0])
         return {
-            name: {view: torch.stack(rows).unflatten(0, shape) for view, rows in of_name.items()}
+            name: {view: torch.stack(own).unflatten(0, shape) for view, own in of_name.items()}
             for name, of_name in stacks.items()
         }
 
-    def accumulated(self, uses: _Uses) -> dict[str, Tensor]:
-        """Returns the sums of all parts of the whole."""
-        total = dict[str, Tensor]()
-        for _, by_term in self._flowed(uses, [WHOLE], lambda gradient: gradient):
-            for of_term, (first, every) in itertools.product(by_term, uses.items()):
-                part = _sum(of_term, every)
-                total[first] = total[first] + part if first in total else part
-        return total
-
-    def _flowed(
-        self, uses: _Uses, views: Sequence[str], take: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[str, list[dict[str, Tensor]]]]:
-        """Yields view and, by term, gradients of the parameters: for each microbatch."""
-        wanted = {use for every in uses.values() for use in every}
-        for replica, of_replica in enumerate(self._data.batches):
-            model = copy.deepcopy(self._model)
-            trained = {n: p for n, p in model.named_parameters() if n in wanted}
-            for index, one in enumerate(of_replica):
-                with torch.enable_grad():
-                    leaves = self.outputs.run(model, one)
-                for view in views:
-                    cotangents = self.views.by_name[view][replica, index]
-                    by_term = []
-                    for term in self.views.terms:
-                        cotangent, leaf = cotangents[term], leaves[term]
-                        if cotangent is None or not leaf.requires_grad:
-                            grads = [torch.zeros_like(p) for p in trained.values()]
-                        else:
-                            grads = list(
-                                torch.autograd.grad(
-                                    leaf, list(trained.values()), cotangent,
-                                    retain_graph=True, materialize_grads=True,
-                                )
-                            )  # fmt: skip
-                        by_term.append(
-                            {n: take(_dense(g)) for n, g in zip(trained, grads, strict=True)}
-                        )
-                    yield view, by_term
-
 
 def _split(
-    model: nn.Module, data: Data, gradients: Mapping[str, Tensor], uses: _Uses
-) -> tuple[_Split, bool]:
+    model: nn.Module, data: Data, whole: Sequence[Any], right: Mapping[str, Tensor]
+) -> tuple[Cells, bool]:
     """Returns a step by microbatches, and whether their parts miss the gradient of the whole."""
-    few = {name: uses[name] for name in _few(gradients)}
-    right = torch.cat([sampled(gradients[name]) for name in few])
-    first: _Split | None = None
-    for is_opaque in (False, True):
+    found, failure = list[Cells](), Exception()
+    for leaves in (whole, None):
         try:
-            split = _Split(model, data, Outputs(model, data, is_opaque=is_opaque))
-        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
-            if is_opaque and first is None:
-                raise
-            continue  # the loss function needs more than tensors, or they have no rows
-        first = first or split
-        for _ in range(2):
-            parts, outputs, terms = split.parts(few, only=WHOLE), split.outputs, split.views.terms
-            columns = torch.cat([parts[name][WHOLE].sum(-2) for name in few], -1)
-            rest = right - columns.sum((0, 1, 2))
-            if float(rest.norm()) <= _COUPLED * float(right.norm()):
-                return split, False
-            # By microbatches means are even, also where other weights make the whole.
-            if data.by_microbatch or all(outputs.dims[leaf] is not None for leaf in terms):
-                break
-            split = _Split(model, data, outputs.weighed(terms, columns, rest))
-    assert first is not None
-    return first, True
+            cells = Cells(model, data, leaves)
+            if _misses(cells, right) and not data.by_microbatch:
+                cells.weigh_by_targets()
+            if not _misses(cells, right):
+                return cells, False
+        except _NO_ROWS as error:  # the loss function needs more than tensors, or they have no rows
+            failure = error
+        else:
+            found.append(cells)
+    if not found:
+        raise failure
+    found[0].weights = dict.fromkeys(found[0].all, 1 / len(found[0].all))
+    return found[0], True
+
+
+def _misses(cells: Cells, right: Mapping[str, Tensor]) -> bool:
+    _, own = cells.loss_and_gradients()
+    rest = math.hypot(*(float((own[name] - value).norm()) for name, value in right.items()))
+    return not rest <= _COUPLED * math.hypot(*(float(value.norm()) for value in right.values()))
+
+
+def _noise(
+    model: nn.Module,
+    data: Data,
+    cells: Cells,
+    truth: Truth,
+    dtypes: Mapping[str, torch.dtype],
+) -> tuple[dict[str, float], float]:
+    """Returns relative errors of one process that computes as the pipeline does, and its loss."""
+    same, kinds = copy.deepcopy(model), set(dtypes.values())
+    for name, parameter in same.named_parameters():
+        parameter.data = parameter.data.to(dtypes.get(name, torch.float64))
+    [kind] = kinds if len(kinds) == 1 else [torch.float32]
+    for buffer in same.buffers():
+        buffer.data = buffer.data.to(kind) if buffer.is_floating_point() else buffer.data
+    # Small gradients of float16 are 0 without a scale of the loss, which trainings have, too.
+    scale = _LOSS_SCALE if torch.float16 in kinds else 1.0
+    try:
+        if truth.is_coupled:
+            scale = 1.0
+            loss, own, _ = _at_once(same, data.cast(kind))
+        else:
+            rounded = Cells(same, data.cast(kind), cells.whole)
+            rounded.weights = cells.weights
+            loss, own = rounded.loss_and_gradients(scale)
+    except (RuntimeError, TypeError, ValueError):
+        # It cannot compute in these dtypes as one process: nothing more than rounding is allowed.
+        return {}, truth.loss
+    there = {name: g for name, g in truth.gradients.items() if name in own}
+    return {n: relative(own[n].double() / scale - right, right) for n, right in there.items()}, loss
+
+
+def relative(difference: Tensor, right: Tensor) -> float:
+    """Returns the norm of a difference by that of what is right."""
+    tiny = torch.finfo(torch.float64).tiny
+    return float(difference.norm() / right.norm().clamp_min(tiny))
+
+
+def sampled(gradient: Tensor) -> Tensor:
+    """Returns about so many elements as suffice to tell parts apart, the same ones of each part."""
+    flat = gradient.reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED)]
 
 
 def names_by_use(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -254,6 +422,44 @@ def names_by_use(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {first: (first, *others) for first, *others in names.values()}
+
+
+def _untied(model: nn.Module, uses: Mapping[str, Sequence[str]]) -> nn.Module:
+    """Returns a copy of a model in which each name has a parameter of its own."""
+    loose = copy.deepcopy(model)
+    for first, *others in uses.values():
+        for name in others:
+            home, _, own = name.rpartition(".")
+            parameter = loose.get_parameter(first)
+            again = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            # A module that is used twice has two names for one parameter, and cannot have two.
+            if loose.get_parameter(name) is parameter:
+                setattr(loose.get_submodule(home), own, again)
+    return loose
+
+
+def _sharing_parameters(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model with buffers of its own, and the same parameters."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+def output_of(model: nn.Module, inputs: Any) -> Any:  # noqa: ANN401 - as the model
+    """Returns what a model makes of inputs: by name, by position, or one tensor."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def loss_of(result: Any) -> Tensor:  # noqa: ANN401 - of the caller
+    """Returns the loss of what a loss function returns: it, or the first of a tuple."""
+    loss = result[0] if isinstance(result, tuple | list) else result
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def is_real(leaf: object) -> TypeGuard[Tensor]:
+    """Returns whether a leaf is a tensor of real numbers, which may have gradients."""
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def leaves_cut(value: Any, number: int) -> list[Any]:  # noqa: ANN401 - a tree
@@ -279,111 +485,34 @@ def cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - a tree
     return rebuilt([x.to(dtype) if is_real(x) else x for x in cpu])
 
 
-def _data_in(data: Data, dtype: torch.dtype) -> Data:
-    batches = [[cast(one, dtype) for one in of_replica] for of_replica in data.batches]
-    return replace(data, batches=batches, whole=cast(data.whole, dtype))
+def _side_by_side(trees: Sequence[Any], whole: Any) -> Any:  # noqa: ANN401 - trees
+    """Returns the targets of some microbatches together; what is not cut in `whole` stays."""
+    leaves, rebuilt = flattened(whole)
+    each: list[list[Any]] = [[leaf for _, leaf in flattened(tree)[0]] for tree in trees]
+    return rebuilt(
+        [
+            torch.cat([own[n] for own in each])
+            if is_cut(leaf) and each[0][n].shape != leaf.shape
+            else each[0][n]
+            for n, (_, leaf) in enumerate(leaves)
+        ]
+    )
 
 
-def _gradients(model: nn.Module, data: Data) -> tuple[float, dict[str, Tensor]]:
-    """Returns the loss of the whole batch, and gradients by name."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with torch.enable_grad():
-        inputs, target = data.whole
-        loss = loss_of(data.loss_fn(output_of(model, inputs), target))
-        result = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
-    return float(loss.detach()), dict(zip(trained, map(_dense, result), strict=True))
+def _counted(target: Any) -> int:  # noqa: ANN401 - a tree
+    leaves = [leaf for _, leaf in flattened(target)[0] if isinstance(leaf, Tensor)]
+    return max(1, sum(int((leaf != _IGNORED).sum()) for leaf in leaves))
+
+
+def _dim(own: Any, whole: Any, number: int) -> int | None:  # noqa: ANN401 - leaves
+    """Returns the dimension in which so many microbatches make a whole; None if there is none."""
+    if not isinstance(own, Tensor) or own.shape == whole.shape:
+        return None
+    dims = [d for d, (a, b) in enumerate(zip(own.shape, whole.shape, strict=True)) if a != b]
+    if len(dims) > 1 or own.shape[dims[0]] * number != whole.shape[dims[0]]:
+        raise ValueError(f"{number} outputs {tuple(own.shape)} do not make {tuple(whole.shape)}")
+    return dims[0]
 
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _untied(model: nn.Module, uses: Mapping[str, Sequence[str]]) -> nn.Module:
-    """Returns a copy of a model in which each name has a parameter of its own."""
-    loose = copy.deepcopy(model)
-    for first, *others in uses.values():
-        for name in others:
-            home, _, own = name.rpartition(".")
-            parameter = loose.get_parameter(first)
-            again = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            # A module that is used twice has two names for one parameter, and cannot have two.
-            if loose.get_parameter(name) is parameter:
-                setattr(loose.get_submodule(home), own, again)
-    return loose
-
-
-def _sum(gradients: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    return torch.stack([gradients[name] for name in names if name in gradients]).sum(0)
-
-
-def sampled(gradient: Tensor) -> Tensor:
-    """Returns about so many elements as suffice to tell parts apart, the same ones of each part."""
-    flat = gradient.reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLED)]
-
-
-def _few(gradients: Mapping[str, Tensor]) -> list[str]:
-    """Returns the smallest parameters that suffice to solve the weights, at least two."""
-    few, numel = list[str](), 0
-    for name, value in sorted(gradients.items(), key=lambda item: item[1].numel()):
-        if numel >= _SOLVED_FROM and len(few) > 1:
-            break
-        few.append(name)
-        numel += sampled(value).numel()
-    return few
-
-
-def _noise(
-    model: nn.Module,
-    data: Data,
-    outputs: Outputs,
-    truth: Truth,
-    dtypes: Mapping[str, torch.dtype],
-    *,
-    autocast: torch.dtype | None,
-) -> tuple[dict[str, float], float]:
-    """Returns relative errors of one process that computes as the pipeline does, and its loss."""
-    same = copy.deepcopy(model)
-    kinds = set(dtypes.values())
-    for name, parameter in same.named_parameters():
-        parameter.data = parameter.data.to(dtypes.get(name, torch.float64))
-    [kind] = kinds if len(kinds) == 1 else [torch.float32]
-    for buffer in same.buffers():
-        buffer.data = buffer.data.to(kind) if buffer.is_floating_point() else buffer.data
-    rounded = _data_in(data, kind)
-    # Small gradients of float16 are 0 without a scale of the loss, which trainings have, too.
-    scale = _LOSS_SCALE if torch.float16 in kinds else 1.0
-    try:
-        is_cast = autocast is not None
-        with torch.autocast("cpu", autocast, enabled=is_cast), torch.enable_grad():
-            loss = math.nan
-            for of_part in _losses(same, rounded, outputs, truth):
-                loss = float(of_part.detach())
-                (of_part * scale).backward()
-    except (RuntimeError, TypeError, ValueError):
-        # It cannot compute in these dtypes as one process: nothing more than rounding is allowed.
-        return {}, truth.loss
-    parameters = dict(same.named_parameters())
-    result = {}
-    for name, right in truth.gradients.items():
-        gradient = parameters[name].grad
-        if gradient is not None:
-            result[name] = relative(_dense(gradient).double() / scale - right, right)
-    return result, loss
-
-
-def _losses(model: nn.Module, data: Data, outputs: Outputs, truth: Truth) -> Iterator[Tensor]:
-    """Yields the loss of the whole batch for each microbatch, whose rows alone have gradients."""
-    if truth.is_coupled:
-        inputs, target = data.whole
-        yield loss_of(data.loss_fn(output_of(model, inputs), target))
-        return
-    own = outputs.like(model, data)
-    for cell, one in zip(own.cells, itertools.chain(*data.batches), strict=True):
-        yield own.loss(own.cells, data.whole[1], {cell: own.run(model, one)})
-
-
-def relative(difference: Tensor, right: Tensor) -> float:
-    """Returns the norm of a difference by that of what is right."""
-    tiny = torch.finfo(torch.float64).tiny
-    return float(difference.norm() / right.norm().clamp_min(tiny))

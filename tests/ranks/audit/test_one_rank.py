@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipegrad.audit import Audit, Report, before_clipping
-from pipegrad.audit.loss_parts import Batch
+from pipegrad.audit.truth import Batch
 
 MICROBATCHES, IGNORED = 2, -100
 

@@ -12,8 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.audit.loss_parts import BEFORE, BEHIND, WHOLE, Batch, Data, LossFn
-from pipegrad.audit.truth import Truth, cast, compute, leaves_cut, relative, sampled
+from pipegrad.audit.truth import (
+    BEFORE,
+    BEHIND,
+    WHOLE,
+    Batch,
+    Data,
+    LossFn,
+    Truth,
+    cast,
+    compute,
+    leaves_cut,
+    relative,
+    sampled,
+)
 
 REPLICAS, MICROBATCHES, ROWS, WIDTH = 2, 3, 12, 4
 
@@ -128,10 +140,8 @@ def test_gradient_and_losses_are_those_of_the_whole_batch_and_its_parts() -> Non
     rows = [batch[0][: ROWS // 2], batch[1][: ROWS // 2]]
     assert float(truth.own[0]) == pytest.approx(square(model(rows[0]), rows[1]).item())
     parts = truth.parts(["0.bias"])
-    # Targets that count alike are divided in one way, and may be those of another microbatch.
-    assert {name: list(views) for name, views in parts.items()} == {
-        "0.bias": [WHOLE, BEFORE, BEHIND]
-    }
+    assert parts.keys() == {"0.bias"}
+    assert parts["0.bias"].keys() > {WHOLE, BEFORE, BEHIND}
     assert parts["0.bias"][WHOLE].shape == (REPLICAS, MICROBATCHES, 1, 1, WIDTH)
     one = by_autograd(model, [cut(batch)[0][2]])["0.bias"]
     torch.testing.assert_close(parts["0.bias"][WHOLE][0, 2, 0, 0], one / 6)
@@ -162,9 +172,11 @@ def test_terms_of_different_denominators_have_parts_of_their_own(counts_few: boo
     target[:3], target[1] = -100, 4
     truth = truth_of(model, (inputs, target), balanced)
     assert truth.terms == ("[0]", "[1]")
-    assert not truth.is_coupled
     assert_equal(truth.gradients, by_autograd(model, [(inputs, target)], balanced))
-    assert_parts_make_the_whole(truth)
+    # A balance loss whose denominator is not known is no sum of parts.
+    assert truth.is_coupled == counts_few
+    if not counts_few:
+        assert_parts_make_the_whole(truth)
 
 
 class Squared(Tied):
@@ -210,14 +222,6 @@ def test_a_loss_that_the_model_hides_is_weighed_and_the_truth_is_that_of_the_who
     assert truth.is_coupled == is_balanced
     right = by_autograd(model.model, [(inputs, target)], model.loss_fn)
     assert_equal(truth.gradients, {f"model.{name}": value for name, value in right.items()})
-
-
-def test_weights_that_fit_are_those_nearest_to_even_ones() -> None:
-    # The gradient of a microbatch has one element, so many weights of a mean fit.
-    inputs, model = torch.arange(ROWS).double()[:, None], seeded(nn.Linear(1, 1, bias=False))
-    truth = truth_of(model, (inputs, inputs), lambda output, _: output.mean())
-    one = truth.parts(["weight"])["weight"][WHOLE].flatten()
-    torch.testing.assert_close(one, inputs.reshape(6, 2).mean(1) / 6)
 
 
 @pytest.mark.parametrize("is_whole", [False, True])

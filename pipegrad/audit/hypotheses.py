@@ -1,0 +1,139 @@
+"""Hypotheses: which known defect makes a wrong gradient?
+
+[Note: hypotheses] One process knows the gradient that each defect would leave: that of the last
+microbatches alone, of one replica, of one use of a tied parameter, of a loss that is divided
+otherwise. Each is a vector h. It explains a gradient g if g = s h for some scale s; the norm of
+g - s h by that of g is the residual. Only the shares of outputs are solved together. Simple
+hypotheses come first. If none fits, the report has the smallest residual, and no cause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pipegrad.audit.truth import WHOLE
+
+AT_ONCE = "at once"  # a view without parts: the right gradient
+_LEAST = 1e-9  # of a gradient, below which nothing is distinguished
+_MARGIN = 8.0  # of what is allowed over what rounding makes: smaller parts are not distinguished
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A gradient that a known defect would leave.
+
+    Attributes:
+        view: How the loss is divided.
+        last: Number of the last microbatches that are in it; 0 for all.
+        replicas: Replicas whose data is in it; empty for all.
+        use: Index of the only use of a tied parameter that is in it; None for all.
+        by_term: True if each output has a scale of its own.
+        is_stale: True if the gradient of the step before is in it, too.
+    """
+
+    view: str = AT_ONCE
+    last: int = 0
+    replicas: tuple[int, ...] = ()
+    use: int | None = None
+    by_term: bool = False
+    is_stale: bool = False
+
+    @property
+    def num_defects(self) -> int:
+        """How many things are wrong in it."""
+        is_divided = self.view not in {AT_ONCE, WHOLE}
+        wrong = self.last, self.replicas, self.use is not None, self.by_term, self.is_stale
+        return is_divided + sum(map(bool, wrong))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A hypothesis that makes a gradient.
+
+    Attributes:
+        hypothesis: What it says.
+        scales: Its scale; of outputs one each, NaN for those without a share.
+        share: Share of all microbatches that are in it.
+        is_sure: False if the gradient has so few elements that any would fit.
+    """
+
+    hypothesis: Hypothesis
+    scales: tuple[float, ...]
+    share: float = 1.0
+    is_sure: bool = True
+
+
+def fits(
+    gradient: Tensor,
+    parts: Mapping[str, Tensor],
+    allowed: float,
+    own: Sequence[int] = (0,),
+    before: Tensor | None = None,
+) -> tuple[list[Fit], float]:
+    """Returns the hypotheses that make a gradient, simple ones first, and the smallest residual.
+
+    Args:
+        gradient: The gradient of the pipeline, of any dtype.
+        parts: View -> parts, ``(replicas, microbatches, terms, uses, numel)``. `AT_ONCE` has one.
+        allowed: Norm of the rounding of the gradient.
+        own: Replicas whose data the rank has had.
+        before: The gradient that this rank had in the step before, if there was one.
+    """
+    actual = gradient.double().reshape(-1)
+    norm = float(actual.norm())
+    allowed = max(allowed, _LEAST * norm)
+    every = list(_every(parts, tuple(own)))
+    if before is not None:
+        # What is reduced again in this step has another scale than what is new.
+        stale = before.double().reshape(1, -1)
+        every += [(replace(h, is_stale=True), torch.cat([x, stale]), n) for h, x, n in every]
+    most = max(len(rows) for _, rows, _ in every)
+    rows = torch.stack([pad(rows, (0, 0, 0, most - len(rows))) for _, rows, _ in every])
+    inverse = torch.linalg.pinv(rows @ rows.mT, rtol=1e-12, hermitian=True)
+    scales = (inverse @ (rows @ actual)[..., None])[..., 0]
+    residuals = (actual - (scales[:, None] @ rows)[:, 0]).norm(dim=1)
+    has_share = rows.norm(dim=2) > allowed / _MARGIN
+    numel = rows.any(1).sum(1)
+    found = list[Fit]()
+    for index in (residuals <= allowed).nonzero().flatten().tolist():
+        hypothesis, own_rows, share = every[index]
+        number = len(own_rows) - hypothesis.is_stale
+        known = scales[index].where(has_share[index], math.nan)[:number].tolist()
+        if not all(map(math.isnan, known)):
+            is_sure = len(own_rows) < int(numel[index])
+            found.append(Fit(hypothesis, tuple(known), share, is_sure))
+    found.sort(key=lambda fit: fit.hypothesis.num_defects)
+    return found, min(1.0, float(residuals.min()) / max(norm, allowed))
+
+
+def _every(
+    parts: Mapping[str, Tensor], own: tuple[int, ...]
+) -> Iterator[tuple[Hypothesis, Tensor, float]]:
+    """Yields hypotheses, their vectors as rows, and their shares of all microbatches."""
+    for view, every in parts.items():
+        replicas, microbatches, terms, uses = every.shape[:4]
+        rows = [(last, tuple[int, ...]()) for last in range(microbatches)]
+        if replicas > 1:
+            apart = dict.fromkeys([own, *((replica,) for replica in range(replicas))])
+            rows += [(0, some) for some in apart if len(some) < replicas]
+        for last, some in rows:
+            one = Hypothesis(view, last, some)
+            chosen = chosen_of(one, every)
+            share = (len(some) or replicas) * (last or microbatches) / (replicas * microbatches)
+            yield one, chosen.sum((0, 1))[None], share
+            for use in range(uses) if uses > 1 else ():
+                yield replace(one, use=use), chosen[:, use].sum(0)[None], share
+            if terms > 1:
+                yield replace(one, by_term=True), chosen.sum(1), share
+
+
+def chosen_of(one: Hypothesis, parts: Tensor) -> Tensor:
+    """Returns the sum of the microbatches that are in a hypothesis, ``(terms, uses, numel)``."""
+    of_replicas = parts[list(one.replicas)] if one.replicas else parts
+    return of_replicas[:, -one.last :].sum((0, 1)).double()
