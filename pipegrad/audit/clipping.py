@@ -1,9 +1,9 @@
 """Clipping: by which norm did a rank clip its gradients?
 
 [Note: a norm by its parameters] A norm is compared with that of the gradients that the ranks
-really had. So it differs from that of right gradients. If gradients were seen only after
-they were clipped, the norm says what they were before; if they were seen before and after, their
-factor says the norm.
+really had, so it differs from that of right gradients, and with wrong norms that are known. If
+gradients were seen only after they were clipped, the norm says what they were before; if they were
+seen before and after, their factor says the norm.
 """
 
 from __future__ import annotations
@@ -46,48 +46,32 @@ def right_norm(rank: int, entries: Sequence[Entry]) -> float:
 
 def judged(norm: float, rank: int, entries: Sequence[Entry]) -> Cause | None:
     """Returns what is wrong with a norm; None if it is right."""
+    of_replica = _of_replica(rank, entries)
     right, close = right_norm(rank, entries), _close(entries)
     # torch clips by the norm and 1e-6. With norm_type inf, the norm is that of the largest element.
-    gradients = [e.gradient for e in _of_replica(rank, entries) if e.gradient is not None]
+    gradients = [entry.gradient for entry in of_replica if entry.gradient is not None]
     largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
     if any(math.isclose(norm, x, rel_tol=close, abs_tol=2e-6) for x in (right, largest)):
         return None
     if norm == 0:
         return _NOT_CLIPPED
-    for words, value in _candidates(rank, entries).items():
-        is_other = not math.isclose(value, right, rel_tol=close)
-        if is_other and math.isclose(norm, value, rel_tol=close):
-            return Cause(words, _ADVICE)
-    return Cause("the gradient norm is not that of all parameters", _ADVICE)
+    ranks = [rank, *sorted({other for entry in of_replica for other in entry.ranks} - {rank})]
+    known = {
+        _OF_THIS_RANK if other == rank else _OF_RANK.format(rank=other): _once(
+            [entry for entry in entries if other in entry.ranks]
+        )
+        for other in ranks
+    }
+    known["the gradient norm counts each copy of a parameter that several ranks hold"] = of_replica
+    known["the gradient norm counts each copy and each replica"] = list(entries)
+    words = (w for w, held in known.items() if math.isclose(norm, _norm(held), rel_tol=close))
+    return Cause(next(words, "the gradient norm is not that of all parameters"), _ADVICE)
 
 
 def _close(entries: Iterable[Entry]) -> float:
     """Returns the relative error that a norm may have: of a gradient after it was clipped, too."""
     dtypes = {entry.gradient.dtype for entry in entries if entry.gradient is not None}
     return _CLOSE if dtypes <= {torch.float32, torch.float64} else _CLOSE_LOW
-
-
-def _candidates(rank: int, entries: Sequence[Entry]) -> Mapping[str, float]:
-    """Returns wrong norms that are known, in words."""
-    own = _once([entry for entry in entries if rank in entry.ranks])
-    of_replica = _of_replica(rank, entries)
-    number = len({entry.replicas for entry in entries})
-    every = _norm(_once(of_replica))
-    result = {
-        _OF_THIS_RANK: _norm(own),
-        "the gradient norm counts each copy of a parameter that several ranks hold": _norm(
-            of_replica
-        ),
-        "the gradient norm counts each replica": every * math.sqrt(number),
-        "the gradient norm counts each copy and each replica": _norm(entries),
-    }
-    for entry in _once(of_replica):
-        without = math.sqrt(max(0.0, every**2 - _norm([entry]) ** 2))
-        result.setdefault(f"the gradient norm leaves out {entry.name}", without)
-    for other in sorted({rank for entry in of_replica for rank in entry.ranks}):
-        held = [entry for entry in of_replica if other in entry.ranks]
-        result.setdefault(_OF_RANK.format(rank=other), _norm(_once(held)))
-    return result
 
 
 def _of_replica(rank: int, entries: Sequence[Entry]) -> list[Entry]:
@@ -99,10 +83,7 @@ def _of_replica(rank: int, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _once(entries: Sequence[Entry]) -> list[Entry]:
-    first = dict[str, Entry]()
-    for entry in entries:
-        first.setdefault(entry.name, entry)
-    return list(first.values())
+    return list({entry.name: entry for entry in reversed(entries)}.values())
 
 
 def _norm(entries: Iterable[Entry]) -> float:
@@ -121,105 +102,91 @@ def unclipped(
         PlanError: If a rank has clipped, and neither its norm nor its gradients before were seen.
     """
     after = entries_of(seen, [of_rank.gradients for of_rank in seen], first)
-    clip_norm = next((s.clip_norm for s in seen if s.clip_norm is not None), clip_norm)
+    maxima = {s.rank: s.clip_norm for s in seen if s.clip_norm is not None}
+    clip_norm = next(iter(maxima.values()), clip_norm)
     norms = {of_rank.rank: of_rank.norm for of_rank in seen}
     if not any(of_rank.unclipped for of_rank in seen):
-        before = after if clip_norm is None else _before(after, norms, clip_norm)
+        before = [
+            entry if clip_norm is None else _before(entry, norms, clip_norm) for entry in after
+        ]
         return before, _wrong(norms, before), {}
     before = entries_of(seen, [s.unclipped or s.gradients for s in seen], first)
     if any(of_rank.is_other for of_rank in seen):
         return before, [], {}  # by value, or by another norm: compared before it alone
-    for rank, norm in norms.items():
-        if norm is None and clip_norm is not None:
-            norms[rank] = _used(rank, before, after, clip_norm)
-    apart = [s.rank for s in seen if _is_apart(s, before, first)]
-    whole = {rank: norm for rank, norm in norms.items() if rank not in apart}
-    findings = [Finding(*_APART, ranks=(rank,)) for rank in apart]
-    findings += _wrong(whole, before)
-    maxima = {s.rank: s.clip_norm for s in seen if s.clip_norm is not None}
+    findings, changed, later = list[Finding](), list[Finding](), dict[int, float]()
+    for of_rank in seen:
+        # The factors of clipping by first name, where torch's functions have clipped.
+        factors = {
+            first[name]: factor(clip.norm + _ADDED, clip.max_norm)
+            for clip in of_rank.clips
+            for name in clip.names
+        }
+        scale, others = _behind(of_rank.rank, before, after, factors)
+        changed += [Finding(*_CHANGED, (entry.name,), entry.ranks) for entry in others]
+        if factors and not math.isclose(scale, 1.0, rel_tol=_close(before)):
+            later[of_rank.rank] = scale
+        if norms[of_rank.rank] is None and clip_norm is not None:
+            if scale < 1 - _close(before):
+                norms[of_rank.rank] = clip_norm / scale
+            elif right_norm(of_rank.rank, before) > clip_norm:
+                norms[of_rank.rank] = 0.0
+        own = [clip.norm for clip in of_rank.clips]
+        if own and not math.isclose(min(own), max(own), rel_tol=_close(before)):
+            findings.append(Finding(*_APART, ranks=(of_rank.rank,)))
+            norms[of_rank.rank] = None
+    findings += _wrong(norms, before)
     if len(set(maxima.values())) > 1:
         details = tuple(f"rank {rank} clips to {maximum:g}" for rank, maximum in maxima.items())
         words = "ranks clip to different norms"
         findings.append(Finding(words, _ADVICE, (), tuple(maxima), details=details))
-    factors = {
-        s.rank: {first[n]: factor(c.norm + _ADDED, c.max_norm) for c in s.clips for n in c.names}
-        for s in seen
-    }
-    changed, later = _changed(before, after, factors)
     # Norms of what changes later say nothing.
     return before, changed or findings, {} if changed else later
 
 
-def _before(
-    after: Sequence[Entry], norms: Mapping[int, float | None], clip_norm: float
-) -> list[Entry]:
-    """Returns gradients as they were before ranks have clipped them by their norms."""
-    before = []
-    for entry in after:
-        norm = norms[entry.ranks[0]]
-        if entry.gradient is not None:
-            if norm is None:
-                raise PlanError(
-                    f"the step clips to {clip_norm:g}, and the norm of rank {entry.ranks[0]} was "
-                    f"not seen: call pipegrad.audit.before_clipping() in the step when gradients "
-                    f'are reduced, or return {{"loss": ..., "grad_norm": ...}} on all ranks'
-                )
-            gradient = entry.gradient.double() / factor(norm, clip_norm)
-            before.append(replace(entry, gradient=gradient))
-        else:
-            before.append(entry)
-    return before
-
-
-def _is_apart(seen: Seen, entries: Sequence[Entry], first: First) -> bool:
-    """Returns whether a rank has clipped parts of its parameters, each by its own norm."""
-    if len({clip.norm for clip in seen.clips}) < 2:
-        return False
-    own = {e.name: e for e in entries if seen.rank in e.ranks}
-    return all(
-        math.isclose(
-            clip.norm,
-            _norm([own[n] for n in {first[n] for n in clip.names}]),
-            rel_tol=_close(entries),
-            abs_tol=_ADDED,
+def _before(entry: Entry, norms: Mapping[int, float | None], clip_norm: float) -> Entry:
+    """Returns a gradient as it was before its rank has clipped it by its norm."""
+    norm = norms[entry.ranks[0]]
+    if entry.gradient is None:
+        return entry
+    if norm is None:
+        raise PlanError(
+            f"the step clips to {clip_norm:g}, and the norm of rank {entry.ranks[0]} was not seen: "
+            f"call pipegrad.audit.before_clipping() in the step when gradients are reduced, or "
+            f'return {{"loss": ..., "grad_norm": ...}} on all ranks'
         )
-        for clip in seen.clips
-    )
+    return replace(entry, gradient=entry.gradient.double() / factor(norm, clip_norm))
 
 
-def _changed(
-    before: Sequence[Entry], after: Sequence[Entry], clipped: Mapping[int, Mapping[str, float]]
-) -> tuple[list[Finding], dict[int, float]]:
-    """Returns gradients that are changed behind clipping, and factors that all of a rank have.
+def _behind(
+    rank: int, before: Sequence[Entry], after: Sequence[Entry], factors: Mapping[str, float]
+) -> tuple[float, list[Entry]]:
+    """Returns the factor of gradients of a rank behind clipping, and those that have another one.
 
     Args:
+        rank: The rank.
         before: Gradients before they were clipped.
-        after: And after it.
-        clipped: Rank -> first name -> the factor of clipping, where it is known.
+        after: And before the optimizer's step.
+        factors: First name -> the factor of clipping, where it is known.
     """
-    others = {(entry.name, entry.ranks): entry.gradient for entry in before}
-    result, factors = [], dict[int, float]()
-    for rank in sorted({rank for entry in after for rank in entry.ranks}):
-        own = [entry for entry in after if entry.ranks[0] == rank]
-        known = clipped.get(rank, {})
-        right = {
-            entry.name: None if other is None else known.get(entry.name, 1.0) * other.double()
-            for entry in own
-            for other in [others.get((entry.name, entry.ranks))]
-        }
-        scale = _scale(rank, own, right)
-        if known and not math.isclose(scale, 1.0, rel_tol=_close(own)):
-            factors[rank] = scale
-        for entry in own:
-            expected = right[entry.name]
-            if entry.gradient is None or expected is None:
-                is_same = entry.gradient is expected
-            else:
-                error = float((entry.gradient.double() - scale * expected).norm())
-                is_same = error <= _close([entry]) * scale * float(expected.norm())
-            if not is_same:
-                result.append(Finding(*_CHANGED, (entry.name,), entry.ranks))
-    return result, factors
+    there = {entry.key: entry.gradient for entry in before}
+    pairs, others = list[tuple[Entry, Tensor, Tensor]](), list[Entry]()
+    for entry in (entry for entry in after if rank in entry.ranks):
+        was = there.get(entry.key)
+        if entry.gradient is not None and was is not None:
+            expected = factors.get(entry.name, 1.0) * was.double()
+            pairs.append((entry, entry.gradient.double(), expected))
+        elif entry.gradient is not was:
+            others.append(entry)
+    scales = [
+        float((now * was).sum() / was.square().sum()) for _, now, was in pairs if bool(was.any())
+    ]
+    scale = statistics.median(scales) if scales else 1.0
+    others += [
+        entry
+        for entry, now, was in pairs
+        if float((now - scale * was).norm()) > _close([entry]) * scale * float(was.norm())
+    ]
+    return scale, [entry for entry in others if entry.ranks[0] == rank]
 
 
 def _wrong(norms: Mapping[int, float | None], entries: Sequence[Entry]) -> list[Finding]:
@@ -235,34 +202,9 @@ def _wrong(norms: Mapping[int, float | None], entries: Sequence[Entry]) -> list[
         is_shared = cause.words == _OF_THIS_RANK and of_rank in words
         norm, right = known[rank], right_norm(rank, entries)
         details = (f"rank {rank} has {norm:.5g}, right is {right:.5g}",) if norm else ()
-        findings.append(
-            Finding(
-                of_rank if is_shared else cause.words, cause.advice, (), (rank,), details=details
-            )
-        )
+        cause_words = of_rank if is_shared else cause.words
+        findings.append(Finding(cause_words, cause.advice, (), (rank,), details=details))
     return findings
-
-
-def _used(
-    rank: int, before: Sequence[Entry], after: Sequence[Entry], clip_norm: float
-) -> float | None:
-    """Returns the norm that a rank has clipped by; None if it has not clipped, rightly."""
-    scale = _scale(rank, after, {entry.name: entry.gradient for entry in before})
-    if scale < 1 - _close(before):
-        return clip_norm / scale
-    return None if right_norm(rank, before) <= clip_norm else 0.0
-
-
-def _scale(rank: int, entries: Sequence[Entry], others: Mapping[str, Tensor | None]) -> float:
-    """Returns the factor that most gradients of a rank have to other ones; 1 if there are none."""
-    scales = []
-    for entry in entries:
-        other = others.get(entry.name)
-        if rank in entry.ranks and entry.gradient is not None and other is not None:
-            squares = float(other.double().square().sum())
-            if squares > 0:
-                scales.append(float((entry.gradient.double() * other).sum()) / squares)
-    return statistics.median(scales) if scales else 1.0
 
 
 def factor(norm: float, clip_norm: float) -> float:

@@ -29,7 +29,6 @@ NAMES = {name: name for name in GRADIENTS}
 RIGHT = 27.0
 COPIES = math.hypot(RIGHT, 6)
 FIRST_STAGE, LAST_STAGE = math.hypot(6, 8, 2), math.hypot(6, 24, 7)
-WITHOUT_FIRST = math.hypot(6, 2, 24, 7)
 LOCAL = {0: FIRST_STAGE, 1: FIRST_STAGE, 2: LAST_STAGE, 3: LAST_STAGE}
 CLIP_NORM = 2.0
 HELD = [[name for name, stages in STAGES.items() if rank // 2 in stages] for rank in range(4)]
@@ -172,9 +171,7 @@ RANK_2, RANK_3 = (said(f"is that of rank {r}'s parameters alone") for r in (2, 3
 AFTER: dict[str, tuple[Mapping[int, float], dict[int, str]]] = {
     "right": (same(RIGHT), {}),
     "local": (LOCAL, said(LOCALLY)),
-    "without": (same(WITHOUT_FIRST), said("leaves out first")),
     "copies": (same(COPIES), said(COPIED)),
-    "replicas": (same(RIGHT * math.sqrt(2)), said("counts each replica")),
     "both": (same(COPIES * math.sqrt(2)), said("counts each copy and each replica")),
     "other": (same(50.0), said("is not that of all parameters")),
     # All ranks that use the norm of one rank have one cause.
