@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -119,28 +118,24 @@ def function(target: Target) -> Callable[[], object]:
 def _file(path: Path) -> ModuleType:
     """Imports a file, as Python runs it: its folder comes first on the path."""
     path = path.resolve()
-    name = path.stem
-    known = sys.modules.get(name)
-    if known is not None:
-        if getattr(known, "__file__", None) == str(path):
-            return known
-        name = f"{name} of {path.parent}"  # random.py must not take the place of Python's own
-        if name in sys.modules:
-            return sys.modules[name]
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
+    name, known = path.stem, sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) != str(path):
+        name = f"{name} of {path.parent}"  # random.py must not take the place of Python's own
+        known = sys.modules.get(name)
+    if known is not None:
+        return known
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        with contextlib.suppress(KeyError):
-            del sys.modules[name]
+        sys.modules.pop(name, None)
         raise
     return module
 
