@@ -12,10 +12,12 @@ from pipegrad import _torch_version as _torch_version  # refuses an old torch fi
 
 if typing.TYPE_CHECKING:
     from pipegrad import audit as audit
+    from pipegrad import checkpoint as checkpoint
     from pipegrad import errors as errors
     from pipegrad import losses as losses
     from pipegrad import schedules as schedules
     from pipegrad.audit.audit import Audit as Audit
+    from pipegrad.checkpoint.exporting import load as load
     from pipegrad.comm.sync_points import LateWork as LateWork
     from pipegrad.comm.sync_points import Work as Work
     from pipegrad.gradients.bucketer import Bucketer as Bucketer
@@ -48,12 +50,12 @@ if typing.TYPE_CHECKING:
     from pipegrad.simulation.costs import Costs as Costs
     from pipegrad.simulation.simulator import simulate as simulate
     from pipegrad.topology import Topology as Topology
-    from pipegrad.train.checkpoint.uncut import load as load
 
 # Each name is imported when it is first asked for: the command line, and whoever needs one thing,
 # need not wait for torch.distributed.pipelining, DTensor and torch.compile.
 _HOMES = {
     "audit.audit": "Audit",
+    "checkpoint.exporting": "load",
     "comm.sync_points": "LateWork Work",
     "gradients.grad_scaler": "GradScaler",
     "gradients.sync": "GradientSync",
@@ -80,11 +82,10 @@ _HOMES = {
     "simulation.costs": "Costs",
     "simulation.simulator": "simulate",
     "topology": "Topology",
-    "train.checkpoint.uncut": "load",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
-_FOLDERS = ("audit", "errors", "losses", "schedules")
+_FOLDERS = ("audit", "checkpoint", "errors", "losses", "schedules")
 
 __all__ = sorted([*_HOME_OF, *_FOLDERS])  # noqa: PLE0605 - derived, and a test compares
 

@@ -56,6 +56,10 @@ class WeightsError(PipegradError, ValueError):
     """Weights cannot be read, made or written. Names the path and the tensor."""
 
 
+class CheckpointError(WeightsError):
+    """A checkpoint cannot be written, read or resumed. Names the folder."""
+
+
 class StepError(PipegradError, RuntimeError):
     """Methods of a step were called in a wrong order, or a gradient changed after it was final."""
 

@@ -20,11 +20,11 @@ import time
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from pipegrad.testing import run_ranks
-from pipegrad.train.checkpoint.saving import Status
 from pipegrad.train.config import load
 from pipegrad.train.trainer import Trainer
 
@@ -59,7 +59,7 @@ def measured(folder: str, steps: int) -> Measured:
     os.chdir(folder)
     sys.path.insert(0, str(Path(__file__).parent))
     trainer = Trainer(partial(load, Path("job.toml"), []))
-    trainer.saving.begin_run(Path(folder), print)
+    trainer.saving.folder, trainer.saving.note = folder, print
     number, plain, saving = 0, list[Seconds](), list[Seconds]()
     copies, saves = list[float](), list[float]()
 
@@ -76,19 +76,16 @@ def measured(folder: str, steps: int) -> Measured:
         plain += [step() for _ in range(REST)]
         dist.barrier()
         began = time.perf_counter()
-        trainer.saving.begin(number)
+        trainer.saving.save(number)
         copies.append(time.perf_counter() - began)
-        # All ranks see the same status after the same step, so they make the same steps.
-        while True:
+        # All ranks see the same answers after the same step, so they make the same steps.
+        while trainer.sync.gather(torch.tensor([float(trainer.saving.is_writing)])).any():
             saving.append(step())
-            if trainer.saving.status is Status.IDLE:
-                break  # the save has ended somewhere in this step
         saves.append(time.perf_counter() - began)
-    assert trainer.saving.status is Status.IDLE
     last = max(Path(folder).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
     nbytes = sum(path.stat().st_size for path in last.iterdir())
     began = time.perf_counter()
-    trainer.saving.save(Path(folder) / "checkpoint-0", number)
+    trainer.saving.write(Path(folder) / "checkpoint-0", number)
     alone = time.perf_counter() - began
     trainer.close()
     return plain, saving, copies, [*saves, alone], nbytes

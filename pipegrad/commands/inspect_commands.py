@@ -226,16 +226,15 @@ def export(
     """
     import torch
 
-    from pipegrad.train.checkpoint.uncut import converted, find_checkpoint, load, write_file
+    from pipegrad.checkpoint.exporting import export as write
+    from pipegrad.checkpoint.exporting import find_checkpoint
 
     with usage_errors():
         folder = find_checkpoint(checkpoint)
         kind = file_format or _format_of(output)
         path = output or folder.resolve().with_name(f"{folder.resolve().name}{_SUFFIXES[kind]}")
-        state = load(folder)
-        if dtype is not None:
-            state = converted(state, getattr(torch, dtype))
-        write_file(state, path, kind)
+        of_floats = None if dtype is None else getattr(torch, dtype)
+        state = write(folder, path, file_format=kind, dtype=of_floats)
     numel = sum({id(tensor): tensor.numel() for tensor in state.values()}.values())
     wrote = f"wrote {path}: {len(state)} names, {numel:,} elements, from {folder}"
     click.echo(printable(wrote))

@@ -346,6 +346,7 @@ class Parts:
     ) -> None:
         plan, topology, device = agreed.plan, agreed.topology, agreed.device
         options, ranks = agreed.options, sorted(topology.ranks)
+        self.modules = dict(modules)
         notice = FailureNotice(agreed.name)
         self._wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
         self._groups = Groups(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,12 +22,14 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import IterableDatasetShard
 
+from pipegrad.checkpoint import Saver, State, resume
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ConfigError, StepError
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.generation import Link
 from pipegrad.pipeline.scheduler import Scheduler
 
+_STATE = "pipeline"  # the folder in a checkpoint that resumes a run on any layout
 _Hf = Any  # what transformers gives and takes
 # Arguments of a TrainingArguments that a pipeline does not take -> what to do.
 _REFUSED = {
@@ -130,6 +133,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         # The model on the meta device: its class, configuration and names of parameters.
         super().__init__(model=cut.uncut, args=args, **others)
         self.optimizer: _Hf = None
+        self._saver: Saver | None = None
         self._stages = _Stages([cut.modules[i] for i in self._topology.local_stages])
         self._link = Link(self._topology, self.args.device)
         self._last = self._topology.ranks_of([self._topology.num_stages - 1])[0]
@@ -300,7 +304,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         rows: int = find_batch_size(inputs)
         return min(self.scheduler.schedule.num_sequences, rows)
 
-    # A checkpoint is a directory that transformers reads, with a file of each rank to resume from.
+    # A checkpoint is a directory that transformers reads, with a folder to resume from.
 
     def _save(self, output_dir: str | None = None, state_dict: _Hf = None) -> None:
         folder = output_dir or self.args.output_dir
@@ -310,34 +314,25 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             processor.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        torch.save({k: v.state_dict() for k, v in self._parts().items()}, self._file(output_dir))
+        state = self._resumable()
+        self._saver = self._saver or Saver(state)
+        self._saver.state = state
+        self._saver.write(Path(output_dir) / _STATE, self.state.global_step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: _Hf = None) -> None:
-        self._stages.load_state_dict(self._read(resume_from_checkpoint)["model"])
-        self.scheduler.sync.synchronize_parameters()
+        """Does nothing: the model is read with the state of the optimizer, right after it."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            state = self._read(checkpoint)
-            for name in ("scheduler", "optimizer", "lr_scheduler"):
-                self._parts()[name].load_state_dict(state[name])
+            for note in resume(Path(checkpoint) / _STATE, self._resumable()).notes:
+                warnings.warn(note, stacklevel=2)
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        resume(Path(self.state.best_model_checkpoint) / _STATE, State(self.scheduler))
 
-    def _parts(self) -> dict[str, _Hf]:
-        return {
-            "model": self._stages,
-            "scheduler": self.scheduler,
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.lr_scheduler,
-        }
-
-    def _read(self, folder: str) -> _Hf:
-        return torch.load(self._file(folder), map_location="cpu", weights_only=True)
-
-    def _file(self, folder: str) -> Path:
-        return Path(folder) / f"pipeline-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
+    def _resumable(self) -> State:
+        extra = {"lr_scheduler": self.lr_scheduler}
+        return State(self.scheduler, self.optimizer, extra=extra)
 
 
 def _refuse_clipping(*_args: object, **_named: object) -> NoReturn:

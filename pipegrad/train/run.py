@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from pipegrad import run_files
-from pipegrad.errors import DriftError, PipegradError, in_words
+from pipegrad.errors import CheckpointError, DriftError, PipegradError, in_words
 from pipegrad.plugins.registry import redacted
 from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.explain.sentence import sentence
@@ -50,7 +50,7 @@ def run(trainer: Trainer, report: Report) -> int:
     folder = trainer.make_folder(lambda new: report.begin(new, manifest, trainer.first_step))
     if is_first_rank:
         report.note(_begins(trainer, folder))
-    trainer.saving.begin_run(folder, report.note)
+    trainer.saving.folder, trainer.saving.note = folder, report.note
     with (
         trainer.signals,
         trainer.tracing,
@@ -85,7 +85,7 @@ def _make_steps(trainer: Trainer, report: Report) -> int:
         if step == train.steps or trainer.ended_by:
             return step
         if train.saves_after(step):
-            trainer.saving.begin(step)
+            trainer.saving.save(step)
     return trainer.first_step - 1
 
 
@@ -96,7 +96,15 @@ def _save_last(trainer: Trainer, last: int) -> Path | None:
         return None
     if last < trainer.first_step:  # no step was made, so there is nothing new
         return trainer.checkpoint
-    return trainer.saving.finish(last)
+    try:
+        return trainer.saving.save(last, wait=True)
+    except CheckpointError as error:
+        trainer.job.config.refuse(
+            "train.output",
+            f"the last checkpoint of this run is lost: {error}. Go on with train.resume from the "
+            f"last checkpoint that is whole",
+            cause=error,
+        )
 
 
 def _stopped(trainer: Trainer, folder: Path, last: int, saved: Path | None) -> str:

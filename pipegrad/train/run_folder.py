@@ -34,15 +34,15 @@ from typing import Any
 import torch.distributed as dist
 
 from pipegrad import run_files
-from pipegrad.comm.agreement import agree
-from pipegrad.errors import ConfigError, PipegradError, in_words, reason
-from pipegrad.train.checkpoint.storage import (
+from pipegrad.checkpoint.folders import (
     INDEX,
     checkpoints,
-    newest_checkpoint,
+    newest,
     remove_unfinished,
     step_of,
 )
+from pipegrad.comm.agreement import agree
+from pipegrad.errors import ConfigError, PipegradError, in_words, reason
 from pipegrad.train.config import Config, path_of
 
 LOCK, MANIFEST, METRICS = "lock", "manifest.json", "metrics.jsonl"
@@ -176,11 +176,11 @@ def find_origin(config: Config) -> Origin:
             return _newest_run(path_of(config.train.output))
         if not _is_run(folder):
             return None, folder
-        if (newest := newest_checkpoint(folder)) is None:
+        if (found := newest(folder)) is None:
             raise ValueError("is the folder of a run that has no whole checkpoint")
     except (ValueError, run_files.PlantedError) as error:  # of a manifest, or of a checkpoint
         config.refuse("train.resume", str(error), cause=error)
-    return folder, newest
+    return folder, found
 
 
 def _newest_run(output: Path) -> Origin:
@@ -189,7 +189,7 @@ def _newest_run(output: Path) -> Origin:
     own = [run for run in runs if is_of_output(run, output)]
     if own:
         run = max(own, key=lambda run: checkpoints(run)[0].stat().st_mtime_ns)
-        return run, newest_checkpoint(run)
+        return run, newest(run)
     return None, None
 
 

@@ -26,19 +26,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pipegrad import checkpoint
 from pipegrad.comm.agreement import agree, agree_keeping, same
 from pipegrad.comm.watch import Bounded
+from pipegrad.errors import PlanError
 from pipegrad.gradients.grad_scaler import GradScaler
 from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Stage
 from pipegrad.simulation.timeline import BATCH
 from pipegrad.topology import Topology
-from pipegrad.train.checkpoint.resume import resume
-from pipegrad.train.checkpoint.saving import Saving
-from pipegrad.train.checkpoint.shards import find_shards
-from pipegrad.train.checkpoint.training_state import TrainingState
-from pipegrad.train.checkpoint.uncut import tied_names
 from pipegrad.train.config import Config
 from pipegrad.train.corpus import mixed
 from pipegrad.train.evaluation import Evaluation, Tracing, every_rank, peak_memory_bytes
@@ -53,6 +50,7 @@ from pipegrad.train.optimizer import (
 )
 from pipegrad.train.process import Signals, choose_algorithms, device_of_rank, show_in
 from pipegrad.train.reporters.reporter import StepMetrics
+from pipegrad.train.resume import Kept, resume
 from pipegrad.train.run_folder import (
     RunLock,
     continue_run_folder,
@@ -146,8 +144,8 @@ class Trainer:
             config, partial(self._scheduler.optimizer, group_of=partial(group_of, config))
         )
         self.scaler = GradScaler(self.sync) if config.train.precision == "fp16" else None
-        self._shards = find_shards(config, self.sync)
         agree("the learning rate", self._make_learning_rate)
+        self._make_state(config)
         agree("the outline", self._summarize)
         self.first_step = 1
         self.folder: Path | None = None
@@ -194,8 +192,6 @@ class Trainer:
             fetching = self.sync.tape.now()
             self._feed.fetch(number + 1)
             self.sync.tape.note("host", BATCH, fetching)
-        # A checkpoint of the step before may still be copied, and this overwrites what it reads.
-        self.saving.wait_copied()
         update = self._update.make(number)
         loss = result.loss.item()
         if number == config.train.steps:  # what follows, as a checkpoint, is not of this step
@@ -210,15 +206,13 @@ class Trainer:
             peak_memory_bytes(self._device),
             now - self._begin,
             self.signals.received,
-            self.saving.status,
         ]
         all_measured = every_rank([*measured, *self._feed.reply], self._device)
         self._feed.replies = [of_rank[len(measured) :] for of_rank in all_measured]
         columns = list(zip(*all_measured, strict=True))
-        seconds, exposed, collectives, nbytes, memory, elapsed, signals, statuses, *_ = columns
-        # All ranks have the same numbers, so they stop, and end a save, after the same step.
+        seconds, exposed, collectives, nbytes, memory, elapsed, signals, *_ = columns
+        # All ranks have the same numbers, so they stop after the same step.
         self.ended_by = int(max(signals))
-        self.saving.end_if_done(max(statuses))
         return StepMetrics(
             step=number,
             loss=loss,
@@ -370,14 +364,27 @@ class Trainer:
         config = self.job.config
         self._learning_rate = make_learning_rate(config, self._optimizer)
         self._update = Update(config, self.sync, self._optimizer, self._learning_rate, self.scaler)
-        self._state = TrainingState(
-            self._scheduler,
-            self._modules,
-            self._optimizer,
-            update=self._update,
-            shards=self._shards,
+
+    def _make_state(self, config: Config) -> None:
+        """Makes what checkpoints have, and what writes them; every rank must call it."""
+        self._kept = Kept(self._update)
+        try:
+            self._state = checkpoint.State(
+                self._scheduler,
+                self._optimizer,
+                extra={"update": self._kept},
+                shards=config.parallel.shards,
+            )
+        except PlanError as error:
+            if not config.parallel.shards:
+                raise
+            config.refuse("parallel.shards", str(error).removeprefix("shards: "), cause=error)
+        self.saving = checkpoint.Saver(
+            self._state,
+            keep_last=config.train.keep_last,
+            keep_every=config.train.keep_every,
+            run=self._run,
         )
-        self.saving = Saving(config, self._state, self._device, self._run)
 
     @property
     def _run(self) -> dict[str, str]:
@@ -392,7 +399,7 @@ class Trainer:
             files = f"text {text.digest[:16]}"
         if values.pop("data.streaming") == "True":
             files = f"stream of {values['data.files']}"
-        return {**values, "data.files": files, **tied_names(self.sync.manifest)}
+        return {**values, "data.files": files}
 
     def _resume(self, config: Config) -> None:
         """Goes on from a checkpoint, if there is one; see [Note: what a run goes on from]."""
@@ -410,9 +417,8 @@ class Trainer:
         num_steps, notes_of_state = resume(
             config,
             self._state,
-            self._scheduler,
+            self._kept,
             self.checkpoint,
-            state_names=self._state_names,
             run=self._run,
         )
         self.notes += tuple(notes_of_state)

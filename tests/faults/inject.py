@@ -21,7 +21,7 @@ from tests.faults.cell import FAULT_STEP, SLOW_SECONDS, Cell
 
 HIT, CUT = "hit", "cut"  # files: the fault strikes now; the link is down
 
-_FIRST_CHECKPOINT = Path("run/checkpoint-2/.metadata")
+_FIRST_CHECKPOINT = Path("run/checkpoint-2/index.json")
 _CELL = Cell.here()
 _RANK = int(os.environ.get("RANK", "0"))
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pipegrad.train.checkpoint.storage import INDEX, DamageError, damaged, read_contents
+from pipegrad.checkpoint.files import Files
+from pipegrad.checkpoint.folders import INDEX
+from pipegrad.errors import CheckpointError
 from tests.faults.cell import LAYOUTS, STEPS, Cell
 from tests.faults.expected import Expected, expected
 from tests.faults.job import RUN, START_SECONDS, STEP_SECONDS, write_job
@@ -184,10 +186,10 @@ def _is_whole(folder: Path) -> bool | None:
     if not (folder / INDEX).exists():
         return None
     try:
-        contents = read_contents(folder)
-    except DamageError:
+        Files(folder).verify()
+    except CheckpointError:
         return False
-    return not damaged(folder, contents.checksums.items())
+    return True
 
 
 def _loss(run: Path) -> float | None:

@@ -34,7 +34,6 @@ MARK = "PIPEGRAD_TEST_WORLD"  # of the environment; what a rank starts has it to
 _PRELOADED = (
     "torch",
     "torch.distributed",
-    "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.device_mesh",
     "torch.distributed.pipelining",
     "torch.export",

@@ -18,7 +18,6 @@ import signal
 import sys
 import tempfile
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,8 +30,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.state_dict_saver import save
 
+from pipegrad.checkpoint.files import Files
+from pipegrad.checkpoint.folders import INDEX as CHECKPOINT
 from pipegrad.comm import plain
 from pipegrad.errors import PipegradError, ScheduleError
 from pipegrad.orders import verify
@@ -44,11 +44,10 @@ from pipegrad.simulation.costs import Costs, Network, StageCosts
 from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Timeline
-from pipegrad.train.checkpoint.storage import CHECKSUMS, CheckpointWriter, read_contents
-from pipegrad.train.checkpoint.storage import INDEX as CHECKPOINT
-from pipegrad.train.checkpoint.training_state import pack, unpack_entry
 from pipegrad.train.config import Config, load, parsed_setting
 from pipegrad.train.run_folder import MANIFEST, METRICS, cut_rows, is_of_output, read_manifest
+from tests.support.checkpoints import index_of
+from tests.support.checkpoints import written as checkpoint_in
 from tests.support.picture.timelines import SMALL
 from tests.support.train.jobs import SMALL as JOB
 
@@ -168,45 +167,23 @@ def message(content: bytes, _folder: Path) -> None:
         assert found.nbytes >= 0
 
 
-def packed(content: bytes, _folder: Path) -> None:
-    found = unpack_entry("x", torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8))
-    numels = [value.untyped_storage().nbytes() for value in _tensors(found)]
-    assert sum(numels) <= 2 * len(content)
-
-
-def _tensors(found: object) -> list[torch.Tensor]:
-    values = list(found.values()) if isinstance(found, dict) else []
-    return [value for value in values if isinstance(value, torch.Tensor)]
-
-
 @cache
-def checkpoint() -> dict[str, bytes]:
-    """Returns the files of a small checkpoint by name."""
-    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # there is one process
-        state, folder = {"model.w": torch.arange(4.0), "step": torch.tensor(3)}, Path(name) / "it"
-        save(state, storage_writer=CheckpointWriter(folder, {"tied": "{}"}), no_dist=True)
-        return {path.name: path.read_bytes() for path in folder.iterdir()}
+def checkpoint() -> dict[str, Any]:
+    """Returns the index of a small checkpoint."""
+    with tempfile.TemporaryDirectory() as name:
+        return index_of(checkpoint_in(Path(name) / "it", {"model.w": torch.arange(4.0)}))
 
 
 def index_of_checkpoint(content: bytes, folder: Path) -> None:
     """Its checksum is right, whatever it says."""
-    expected = {**json.loads(checkpoint()[CHECKSUMS]), CHECKPOINT: zlib.crc32(content)}
-    written(as_bytes(expected), folder, CHECKSUMS)
-    contents = read_contents(written(content, folder, CHECKPOINT).parent)
-    for piece in contents.metadata.storage_data.values():
-        assert "/" not in str(piece.relative_path)
-    assert all(isinstance(value, str) for value in contents.run.values())
-
-
-def checksums(content: bytes, folder: Path) -> None:
-    written(checkpoint()[CHECKPOINT], folder, CHECKPOINT)
-    contents = read_contents(written(content, folder, CHECKSUMS).parent)
-    assert all(isinstance(value, int) for value in contents.checksums.values())
+    sealed = b'{"crc32": %d, "index": %b}' % (zlib.crc32(content), content)
+    found = Files(written(sealed, folder, CHECKPOINT).parent)
+    assert not any("/" in name for name in found.index.files)
+    assert all(isinstance(value, str) for value in found.index.run.values())
 
 
 def _index(**changed: object) -> bytes:
-    return as_bytes(json.loads(checkpoint()[CHECKPOINT]) | changed)
+    return as_bytes(checkpoint() | changed)
 
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -376,17 +353,10 @@ READERS: dict[str, Reader] = {
             plain.dumps(0)[:-1] + b"9" * 65535,
         ),
     ),
-    "packed entry": Reader(packed, (pack({"a": torch.arange(4), "b": "text"}).numpy().tobytes(),)),
     "index of a checkpoint": Reader(
         index_of_checkpoint,
-        (checkpoint()[CHECKPOINT],),
+        (_index(),),
         (*JSON, _index(run=[]), _index(tensors={"model.w": {}}), _index(tensors=[])),
-        form="json",
-    ),
-    "checksums": Reader(
-        checksums,
-        (checkpoint()[CHECKSUMS],),
-        (*JSON, as_bytes({CHECKPOINT: []}), as_bytes({"__0_0.distcp": 1})),
         form="json",
     ),
     "index of weights": Reader(

@@ -39,7 +39,7 @@ CORE = [
 ]
 # What stands beside a step: each may import the core too, and what is above it here.
 TOOLS = [
-    *("partition", "observe", "train", "audit", "commands", "cli", "__main__"),
+    *("checkpoint", "partition", "observe", "train", "audit", "commands", "cli", "__main__"),
 ]
 # Where a product file may read or write what can run code when it is read.
 MAY_PICKLE = {
@@ -274,7 +274,7 @@ def test_public_names_are_what_type_checkers_see() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert [static.pop(name) for name in pipegrad._FOLDERS] == ["pipegrad"] * 4
+    assert [static.pop(name) for name in pipegrad._FOLDERS] == ["pipegrad"] * 5
     assert static == pipegrad._HOME_OF
     assert {*static, *pipegrad._FOLDERS} == set(pipegrad.__all__)
 

@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 from click.testing import CliRunner, Result
 
+from pipegrad.checkpoint import Saver
 from pipegrad.cli import main
 from pipegrad.observe import step_recorder
 from pipegrad.simulation.timeline import Timeline
-from pipegrad.train.checkpoint.saving import Saving
 from tests.support.train.jobs import with_job
 
 STEPS = 5
@@ -55,15 +55,15 @@ def test_a_job_writes_and_prints_where_its_last_steps_went(folder: Path) -> None
 
 def test_what_follows_the_last_step_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that is written at the end would look like time of the host."""
-    finish, ahead = Saving.finish, [0.0]
+    save, ahead = Saver.save, [0.0]
 
-    def slow(self: Saving, number: int) -> Path:
-        ahead[0] = 1000.0
-        return finish(self, number)
+    def slow(self: Saver, number: int, *, wait: bool = False) -> Path:
+        ahead[0] = 1000.0 * wait
+        return save(self, number, wait=wait)
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead[0])
     monkeypatch.setattr(step_recorder, "time", clock)
-    monkeypatch.setattr(Saving, "finish", slow)
+    monkeypatch.setattr(Saver, "save", slow)
     train(f"train.save_every={STEPS}")
     assert ahead == [1000.0]
     timeline = Timeline.load(folder / "runs/run/timeline.json")

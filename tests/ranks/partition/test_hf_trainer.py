@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pipegrad
 from pipegrad.errors import ConfigError
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.hf_trainer import _NOT_CALLED
+from tests.support.checkpoints import differences
 from tests.support.rounding import rounding
 from tests.support.train.launched import Launched, torchrun
 
@@ -131,6 +133,48 @@ def test_a_pipeline_has_the_losses_norms_and_predictions_of_one_process(
                 assert other == pytest.approx(number, rel=most), (name, key, step)
     # bf16 is another computation.
     assert found["bf16"]["norms"] != pytest.approx(found["plain"]["norms"], rel=1e-4)
+
+
+STOPPED = """
+world = torch.distributed.get_world_size
+def go_on(name, resume=None):
+    set_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=4)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes))
+    args = TrainingArguments(
+        name, per_device_train_batch_size=8, max_steps=6, save_steps=3, learning_rate=1e-2,
+        logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
+    trainer = made(model, args, stages=world(), train_dataset=rows(64, 1))
+    trainer.train(resume_from_checkpoint=resume)
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+whole = sys.argv[1:] == ["whole"]
+found = go_on("whole") if whole else go_on(sys.argv[1], "whole/checkpoint-3")
+json.dump(found, open(f"{sys.argv[1]}-{torch.distributed.get_rank()}.json", "w"))
+"""
+
+
+def test_a_pipeline_of_4_ranks_goes_on_at_4_2_and_1(tmp_path: Path) -> None:
+    made, _, _ = PIPELINE.partition("def of_no_stage")
+    init = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    (tmp_path / "stopped.py").write_text(init + SCRIPT + made + STOPPED)
+
+    def run(num_ranks: int, name: str) -> tuple[list[float], Path]:
+        words = ["--nproc-per-node", str(num_ranks), "stopped.py", name]
+        ran = Launched(tmp_path, torchrun, *words)
+        assert ran.wait() == 0, ran.errors
+        return json.loads((tmp_path / f"{name}-0.json").read_text()), tmp_path / name
+
+    expected, whole = run(4, "whole")
+    assert len(expected) == 6
+    again, folder = run(4, "at 4")
+    assert again == expected
+    states = [each / "checkpoint-6" / "pipeline" for each in (whole, folder)]
+    assert differences(*states) == []
+    for num_ranks in (2, 1):
+        found, _ = run(num_ranks, f"at {num_ranks}")
+        assert found[:3] == expected[:3]  # as the checkpoint says
+        assert found == pytest.approx(expected, rel=rounding(6 * 8 * 12))
 
 
 @pytest.mark.parametrize(

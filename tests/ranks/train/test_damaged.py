@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from functools import cache, partial
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from pipegrad.train.checkpoint import storage
-from tests.support.train.jobs import refusal, seal, trained, with_job
+from pipegrad import run_files
+from tests.support.checkpoints import index_of, reseal
+from tests.support.train.jobs import refusal, trained, with_job
 
 pytestmark = pytest.mark.ranks(2)
 SHARDED = ["gradient_handlers=['pipeline-shared', 'sharded']", "parallel.data=2"]
@@ -31,14 +31,12 @@ def flip(path: Path, begin: int, count: int = 40) -> None:
 
 def flip_piece(folder: Path, key: str) -> None:
     """Flips bytes in the middle of a tensor as it lies in a file."""
-    tensors = json.loads((folder / "checkpoint.json").read_text())["tensors"]
-    tensor = next(tensor for name, tensor in tensors.items() if name.startswith(key))
-    _, _, file, offset, length = tensor["pieces"][0]
-    flip(folder / file, offset + length // 2)
+    (*_, begin, end), file, at = index_of(folder)["tensors"][key]["slices"][0]
+    flip(folder / file, at + (end - begin) * 2)
 
 
 def swap(folder: Path) -> None:
-    first, second = folder / "__0_0.distcp", folder / "__1_0.distcp"
+    first, second = folder / "rank-0.safetensors", folder / "rank-1.safetensors"
     first.rename(folder / "between")
     second.rename(first)
     (folder / "between").rename(second)
@@ -57,32 +55,35 @@ def put_file(folder: Path) -> None:
 
 
 def execute(folder: Path) -> None:
-    """Puts a pickle in the place of a shard, which no checksum tells."""
-    torch.save(Malicious(), folder / SHARD)
-    seal(folder)
+    """Puts a pickle in the place of a file, which no checksum tells."""
+    (folder / SHARD).write_bytes(pickle.dumps(Malicious()))
+    reseal(folder)
 
 
-EXECUTED, SHARD = "executed", "__1_0.distcp"
+EXECUTED, SHARD = "executed", "rank-1.safetensors"
 OTHER_BYTES = "has other bytes than were written"
-# Each changed byte, and each value of another kind: tests/unit/train/test_storage.py.
+# Each changed byte, and each value of another kind: tests/unit/checkpoint/test_files.py.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "40 bytes of a weight": (
         lambda folder: flip_piece(folder, "model.0.weight"),
-        f"_0.distcp {OTHER_BYTES}",
+        f".safetensors {OTHER_BYTES}",
     ),
     "two shards in each other's place": (
         swap,
-        f"{IS_DAMAGED}__0_0.distcp {OTHER_BYTES} (and 1 more)",
+        f"{IS_DAMAGED}rank-0.safetensors {OTHER_BYTES}",
     ),
     "a file in the folder's place": (
         put_file,
-        "expected the folder of a checkpoint: ",
+        ": index.json: Not a directory: ",
     ),
     "an unfinished one.partial": (
         str,
         "is not a whole checkpoint: the run that wrote it did not finish it",
     ),
-    "a tensor that executes, unverified": (execute, "cannot be read: rank "),
+    "a tensor that executes, unverified": (
+        execute,
+        "is damaged: index.json is not what a run has written",
+    ),
 }
 
 
@@ -133,32 +134,31 @@ def save_runs(job: Path) -> None:
         ):
             shutil.copytree(folder / "whole", folder / path)
         flip_piece(folder / "run/checkpoint-3", "model.0.weight")
-        (folder / "run without/checkpoint-2/checkpoint.json").unlink()
+        (folder / "run without/checkpoint-2/index.json").unlink()
         (folder / "renamed/manifest.json").write_text("{}")
     dist.barrier()
 
 
 def test_a_file_that_cannot_be_read_is_named(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_runs(job)
-    monkeypatch.setattr(storage, "_checksum", partial(unreadable, storage._checksum))
-    said = refusal(job, *SHARDED, "train.resume=run")
-    assert "run/checkpoint-3/__" in said
-    assert " cannot be read: Input/output error" in said
+    save_whole(job)
+    monkeypatch.setattr(run_files, "opened", partial(unreadable, run_files.opened))
+    said = refusal(job, *SHARDED, "train.resume=whole")
+    assert "is damaged: rank-1.safetensors cannot be read: Input/output error" in said
     assert "\n" not in said
 
 
-def unreadable(checksum: Callable[[Path], int], path: Path) -> int:
+def unreadable(opened: Callable[[Path], object], path: Path) -> object:
     """Is the disk of rank 1, which cannot be read."""
-    if dist.get_rank() == 1:
+    if dist.get_rank() == 1 and path.suffix == ".safetensors":
         raise OSError(errno.EIO, "Input/output error")
-    return checksum(path)
+    return opened(path)
 
 
 def test_the_newest_checkpoint_of_a_run_is_named_if_it_is_refused(job: Path) -> None:
     save_runs(job)
     said = refusal(job, "train.resume=run")
     assert "train.resume = 'run': run/checkpoint-3: is damaged: " in said
-    assert said.endswith(": restore the files, or go on from another checkpoint")
+    assert said.endswith(": restore the files, or take another checkpoint")
     assert "\n" not in said
     renamed = refusal(job, "train.resume=renamed", *SHARDED)
     assert "renamed/checkpoint-100: is the checkpoint of step 1 by what it has" in renamed

@@ -16,10 +16,11 @@ from click.testing import CliRunner
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher import api
 
+from pipegrad.checkpoint.folders import checkpoints
 from pipegrad.cli import main
 from pipegrad.comm.store import STORE_KEY
 from pipegrad.testing import run_ranks
-from pipegrad.train.checkpoint.storage import checkpoints
+from tests.support.checkpoints import differences
 from tests.support.train import restarts
 from tests.support.train.jobs import with_job
 from tests.support.train.launched import Launched, is_running, listening, pipegrad
@@ -269,5 +270,5 @@ def test_a_killed_run_and_one_that_torchrun_was_asked_to_end_have_the_same_bits(
     assert restarts.losses(folder) == restarts.losses(whole)
     assert [step for step, _ in restarts.losses(folder)] == list(range(1, number + 3))
     last, last_of_whole = (checkpoints(f / "run")[0] for f in (folder, whole))
-    assert restarts.differences(last, last_of_whole) == []
+    assert differences(last, last_of_whole) == []
     assert sorted(path.name for path in folder.glob("run*")) == ["run"]

@@ -19,14 +19,14 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from pipegrad.checkpoint import writing
+from pipegrad.checkpoint.folders import checkpoints
 from pipegrad.errors import PipegradError
-from pipegrad.train.checkpoint.storage import CheckpointWriter, checkpoints
 from pipegrad.train.run import Report, run
 from pipegrad.train.trainer import Trainer
+from tests.support import checkpoints as checkpoints_of
 from tests.support.ranked import gathered
-from tests.support.train import restarts
 from tests.support.train.jobs import trainer_of, with_job
 
 pytestmark = pytest.mark.ranks(2)
@@ -100,14 +100,14 @@ def asked_to_end(number: int, after: int) -> Hook:
 
 def full_disk(step: int) -> Any:
     """Is the disk of rank 1 that is full when a step is saved."""
-    write = FileSystemWriter.write_data
+    write = writing.write
 
-    def written(writer: FileSystemWriter, *arguments: Any) -> Any:
-        if dist.get_rank() == 1 and Path(writer.path).name == f"checkpoint-{step}.partial":
+    def written(path: Path, *arguments: Any) -> Any:
+        if dist.get_rank() == 1 and path.parent.name == f"checkpoint-{step}.partial":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(writer, *arguments)
+        return write(path, *arguments)
 
-    return mock.patch.object(FileSystemWriter, "write_data", written)
+    return mock.patch.object(writing, "write", written)
 
 
 @pytest.fixture(scope="module")
@@ -134,23 +134,23 @@ def names(run: Path) -> list[str]:
 
 def check_equal(one: Path, other: Path) -> None:
     """Raises unless two checkpoints have the same bits."""
-    assert len(restarts.values(one)) > 10
-    assert restarts.differences(one, other) == []
+    assert len(checkpoints_of.values(one)) > 10
+    assert checkpoints_of.differences(one, other) == []
 
 
 def test_a_checkpoint_has_the_values_of_its_step_though_the_training_goes_on(folder: Path) -> None:
     """It is written after two more steps have been made; the other one at once."""
-    write, has_come = CheckpointWriter.write_data, threading.Event()
+    write, has_come = writing.write, threading.Event()
 
     def after(_: Trainer, number: int) -> None:
         if number >= 6:
             has_come.set()
 
-    def slow(writer: CheckpointWriter, *arguments: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
         assert has_come.wait(60)
-        return write(writer, *arguments)
+        return write(*arguments)
 
-    with mock.patch.object(CheckpointWriter, "write_data", slow):
+    with mock.patch.object(writing, "write", slow):
         settings = ["train.output=slow", "train.save_every=4", "train.keep_last=9"]
         assert ran(folder, *settings, after=after).code == 0
     slowly, whole = folder / "slow", through(folder)

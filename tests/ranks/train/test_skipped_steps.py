@@ -172,7 +172,7 @@ def with_flip(folder: Path, *settings: str, flips: str) -> list[Any]:
                     flip(trainer, flips)
             found.append(trainer.step(number).loss)
             if number == 4 and not settings:
-                trainer.saving.save(folder / "checkpoint", 4)
+                trainer.saving.write(folder / "checkpoint", 4)
         trainer.sync.check_replicas()
     except DriftError as error:
         found.append(str(error))

@@ -316,7 +316,6 @@ _RANKS = "needs ranks: tests/support/ordering/programs.py; on a card test_ranks_
 ELSEWHERE = {  # the file of sites -> why they have no twin here
     **dict.fromkeys(("bucketer", "collective", "header", "reduce", "staging", "transfer"), _RANKS),
     **dict.fromkeys(("clocks", "links"), "measures: tests/support/ordering/programs.py"),
-    "checkpoint": "tests/unit/ordering/test_order.py: copied_early",
 }
 
 

@@ -32,7 +32,6 @@ from pipegrad.pipeline import edges
 from pipegrad.pipeline.edges import Edges
 from pipegrad.schedules.program.program import Channel
 from pipegrad.testing import OrderChecker
-from pipegrad.train.checkpoint.saving import Staging
 from tests.support.gpu import programs
 from tests.support.gradients.cases import give, grads, rank, replicated, stage, tied
 from tests.support.ordering.producers import CPU, Producers
@@ -490,19 +489,6 @@ def measured(checker: OrderChecker) -> Any:
     (seconds,) = measure_hops(topology, num_bytes=64, repeats=2)
     torch.zeros(64)  # in the memory of a message, perhaps
     return seconds > 0
-
-
-@program([[1.0] * 4, [2.0] * 4, [3.0] * 4])
-def saved(checker: OrderChecker) -> Any:
-    """Values of a checkpoint are copied behind the step, and before the next one."""
-    del checker
-    staging, weight, found = Staging(CPU), torch.zeros(4), []
-    for _ in range(3):
-        weight.add_(1)
-        copies = staging.copy({"weight": weight})
-        staging.wait()
-        found.append(copies["weight"].tolist())
-    return found
 
 
 @program(True)

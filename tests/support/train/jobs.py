@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,13 +44,6 @@ def with_job(folder: Path, name: str = "small.toml", text: str = SMALL) -> Path:
         (folder / module).write_text(Path(__file__).with_name(module).read_text())
     (folder / "prepared.py").write_text((EXAMPLES / "prepared.py").read_text())
     return folder
-
-
-def seal(checkpoint: Path) -> None:
-    """Makes the checksums of a checkpoint right for what its files have now."""
-    path = checkpoint / "checksums.json"
-    names = json.loads(path.read_text())
-    path.write_text(json.dumps({n: zlib.crc32((checkpoint / n).read_bytes()) for n in names}))
 
 
 class Trained(NamedTuple):
@@ -126,7 +117,7 @@ def trained_to(
         for end in ends:
             steps += [trainer.step(n) for n in range(trainer.first_step + len(steps), end + 1)]
             if end in saves:
-                trainer.saving.save(Path(saves[end]), end)
+                trainer.saving.write(saves[end], end)
             trainer.sync.wait_parameters()
             values = {name: tensor.clone() for name, tensor in trainer._state.tensors().items()}
             found.append(Trained([*steps], values, trainer.notes))

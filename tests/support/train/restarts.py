@@ -7,18 +7,10 @@ import json
 import os
 import random
 import signal
-import warnings
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipegrad.cli import main as pipegrad
 from pipegrad.testing import run_ranks
-from pipegrad.train.checkpoint.storage import CheckpointReader, read_contents
-from pipegrad.train.checkpoint.training_state import unpack
 from tests.support.train.jobs import with_job
 from tests.support.train.launched import Launched, torchrun
 
@@ -92,37 +84,3 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     """Returns number and loss of each step."""
     rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return [(row["step"], row["loss"]) for row in rows]
-
-
-def values(folder: Path) -> dict[str, Tensor]:
-    """Returns all tensors of a checkpoint, in one process."""
-    contents = read_contents(folder)
-    reader = CheckpointReader(folder, contents)
-    found = {key: contents.empty(key) for key in contents.tensors}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it reads in one process
-        load(found, storage_reader=reader, no_dist=True)
-    return found
-
-
-def differences(one: Path, other: Path) -> list[str]:
-    """Returns the keys whose bits differ between two checkpoints."""
-    own, others = values(one), values(other)
-    both = own.keys() | others.keys()
-    return sorted(k for k in both if k not in own or k not in others or not same(own[k], others[k]))
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two entries have the same bits; of packed state, whether it is the same."""
-    if one.dtype == other.dtype == torch.uint8:  # a pickle of equal objects may have other bytes
-        return bool(plain(unpack(one)) == plain(unpack(other)))
-    return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def plain(value: Any) -> Any:
-    """Returns a value with lists in the place of tensors."""
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    return value.tolist() if isinstance(value, Tensor) else value

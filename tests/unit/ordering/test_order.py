@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,6 @@ from pipegrad.testing import OrderChecker
 from pipegrad.testing.ordering.clocks import Access, HappensBefore, Kind
 from pipegrad.testing.ordering.replay import Recording
 from pipegrad.testing.ordering.trace import Memories, following, spans
-from pipegrad.train.checkpoint.saving import WRITTEN as STEP_WRITTEN
-from pipegrad.train.checkpoint.saving import Staging
 from tests.support.ordering.producers import CPU
 
 # The races that others have shipped, on our primitives. Each is a function of a checker that takes
@@ -136,28 +133,7 @@ def not_waited_for(checker: OrderChecker, right: bool) -> None:
     bucket.sum.add_(bucket.flat.buffer)
 
 
-def overwritten(_: OrderChecker, right: bool) -> None:
-    """The next optimizer overwrites what is still being copied for a checkpoint."""
-    staging, parameter = Staging(CPU), torch.ones(8)
-    staging.copy({"parameter": parameter})
-    if right:
-        staging.wait()
-    parameter.add_(1)
-
-
-def copied_early(_: OrderChecker, right: bool) -> None:
-    """What an optimizer still writes is copied for a checkpoint."""
-    staging, parameter = Staging(CPU), torch.ones(8)
-    parameter.add_(1)
-    with contextlib.nullcontext() if right else STEP_WRITTEN.off():
-        staging.copy({"parameter": parameter})
-    staging.wait()
-    parameter.add_(1)
-
-
 KNOWN: dict[Callable[[OrderChecker, bool], None], str] = {
-    overwritten: "write not ordered after read",
-    copied_early: "read not ordered after write",
     two_producers: "write not ordered after write",
     refilled: "write not ordered after write",
     extra_large: "write not ordered after write",

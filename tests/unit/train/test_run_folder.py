@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from pipegrad.errors import ConfigError
-from pipegrad.run_files import replace
-from pipegrad.train.checkpoint.storage import (
+from pipegrad.checkpoint.exporting import find_checkpoint
+from pipegrad.checkpoint.folders import (
     checkpoints,
     prune,
     publish,
     remove_unfinished,
     unfinished,
 )
-from pipegrad.train.checkpoint.uncut import find_checkpoint
+from pipegrad.errors import ConfigError
+from pipegrad.run_files import replace
 from pipegrad.train.config import Config
 from pipegrad.train.run_folder import (
     HeldError,

@@ -1,0 +1,97 @@
+"""Folders: the names of checkpoints in the folder of a run.
+
+[Note: whole or not there] A checkpoint is written into ``checkpoint-N.partial``. When all its files
+are on the disk, one rank renames the folder to ``checkpoint-N``, which is one operation of the file
+system. So a folder of this name was whole, whenever the run was killed. Whoever continues the run
+removes folders with another ending.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from pipegrad import run_files
+
+INDEX = "index.json"
+UNFINISHED = ".partial"
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def unfinished(folder: Path) -> Path:
+    """Returns where a checkpoint is written before it is whole."""
+    return folder.with_name(f"{folder.name}{UNFINISHED}")
+
+
+def step_of(folder: Path) -> int | None:
+    """Returns the step of a checkpoint by the name of its folder; None if it has another name."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Returns the checkpoints in a folder, the newest first."""
+    if not run.is_dir():
+        return []
+    found = [(step, path) for path in run.iterdir() if (step := step_of(path)) is not None]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def newest(run: str | Path) -> Path | None:
+    """Returns the newest checkpoint in the folder of a run; None if there is none.
+
+    If it is damaged, its reader refuses it: nothing older is read in its place.
+
+    Raises:
+        PlantedError: If another user has put it there.
+    """
+    found = next(iter(checkpoints(Path(run))), None)
+    if found is not None:
+        run_files.refuse_planted(found)
+    return found
+
+
+def remove_unfinished(run: Path) -> None:
+    """Removes what was never finished, from the folder of a run."""
+    for path in run.glob(f"checkpoint-*{UNFINISHED}"):
+        run_files.remove(path)
+
+
+def prune(run: Path, *, keep_last: int | None, keep_every: int | None) -> None:
+    """Removes checkpoints but the newest ones, and those of every so many steps."""
+    for folder in checkpoints(run)[keep_last:] if keep_last else []:
+        if keep_every is None or (step_of(folder) or 0) % keep_every:
+            with suppress(OSError):  # a checkpoint too many ends no run
+                _remove(folder)
+
+
+def publish(folder: Path) -> None:
+    """Gives a checkpoint its name, after all its files are on the disk.
+
+    Raises:
+        OSError: If that fails.
+    """
+    # A file is on the disk only if its name in the directory is, too.
+    _sync_folder(unfinished(folder))
+    if os.path.lexists(folder):
+        _remove(folder)
+    unfinished(folder).rename(folder)
+    _sync_folder(folder.parent)
+
+
+def _remove(folder: Path) -> None:
+    # It loses its name first. Else a kill in the middle would leave half of it under this name.
+    away = unfinished(folder.with_name(f"{folder.name}.old"))
+    run_files.remove(away)
+    folder.rename(away)
+    run_files.remove(away)
+
+
+def _sync_folder(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
