@@ -236,7 +236,7 @@ class Files:
         try:
             with run_files.opened(self._folder / name) as file:
                 file.seek(at)
-                num_read = file.readinto(values.view(torch.uint8).numpy())
+                num_read = file.readinto(values.view(torch.uint8).numpy().data)
         except OSError as error:
             raise damage(f"{name} cannot be read: {reason(error)}") from error
         if num_read != values.nbytes:
@@ -281,7 +281,7 @@ def write(
         for _, tensor in ordered:
             held = tensor.detach().cpu().contiguous()
             # A single element may have any stride, with which no bytes can be viewed.
-            content = held.as_strided((held.numel(),), (1,)).view(torch.uint8).numpy()
+            content = held.as_strided((held.numel(),), (1,)).view(torch.uint8).numpy().data
             file.write(content)
             crc = zlib.crc32(content, crc)
         file.flush()

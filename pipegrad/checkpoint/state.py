@@ -273,7 +273,7 @@ class State:
             CheckpointError: If ranks had different ones, and this is another layout.
             MessageError: If it is no plain data.
         """
-        ranks = range(math.prod(size for _, size in files.index.layout))
+        ranks: Sequence[int] = range(math.prod(size for _, size in files.index.layout))
         if files.index.layout == self.layout:
             ranks = [dist.get_rank()]
         keys = [f"extra.{rank}.{name}" for rank in ranks]
