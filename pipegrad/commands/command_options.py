@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -26,51 +27,39 @@ if TYPE_CHECKING:
 # torch takes seconds to import: a command imports what it needs when it runs.
 
 
-class Whole(click.IntRange):
-    """A whole number in a range; anything else is refused in a sentence."""
-
-    def convert(
-        self,
-        value: Any,  # noqa: ANN401 - a text, or a default
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> int:
-        try:
-            number: int = super().convert(value, param, ctx)
-        except click.BadParameter:
-            _refuse(self, value, "a whole number", param, ctx)
-        return number
-
-
-class Number(click.FloatRange):
+class _InWords(click.ParamType):
     """A finite number in a range; anything else is refused in a sentence."""
 
+    expected: str
+
     def convert(
         self,
         value: Any,  # noqa: ANN401 - a text, or a default
         param: click.Parameter | None,
         ctx: click.Context | None,
-    ) -> float:
-        number = math.nan
+    ) -> Any:  # noqa: ANN401 - an int or a float
+        number: Any = None
+        kind = cast(click.FloatRange, self)
         with suppress(click.BadParameter):
             number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            _refuse(self, value, "a number", param, ctx)
+        if number is None or not abs(number) < math.inf:
+            bounds = f" above {kind.min}" if kind.min_open else f" of at least {kind.min}"
+            if kind.max is not None:
+                bounds = f" from {kind.min:,} to {kind.max:,}"
+            self.fail(f"{str(value)!r:.80}: expected {self.expected}{bounds}", param, ctx)
         return number
 
 
-def _refuse(
-    kind: click.IntRange | click.FloatRange,
-    value: object,
-    expected: str,
-    param: click.Parameter | None,
-    ctx: click.Context | None,
-) -> NoReturn:
-    if kind.max is not None:
-        bounds = f" from {kind.min:,} to {kind.max:,}"
-    else:
-        bounds = f" above {kind.min}" if kind.min_open else f" of at least {kind.min}"
-    kind.fail(f"{str(value)!r:.80}: expected {expected}{bounds}", param, ctx)
+class Whole(_InWords, click.IntRange):
+    """A whole number in a range."""
+
+    expected = "a whole number"
+
+
+class Number(_InWords, click.FloatRange):
+    """A number in a range."""
+
+    expected = "a number"
 
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -186,7 +175,8 @@ def usage_errors() -> Iterator[None]:
 def tell_if_long(num_cells: int, part: str) -> None:
     """Says on the standard error what a command begins, if it has so many actions each way."""
     if num_cells > LONG_CELLS:
-        click.echo(f"{part}, {num_cells:,} actions each way", err=True)
+        seconds = time.process_time()
+        click.echo(f"{seconds:4.0f} s: {part}, {num_cells:,} actions each way", err=True)
 
 
 def saving(path: Path, save: Callable[[Path], None]) -> None:

@@ -161,7 +161,6 @@ def schedule(
 
     with usage_errors():
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
-        check_size(ranks, microbatches)
         generator = registry.resolve({**options, "name": name})
         tell_if_long(ranks * microbatches, "makes the schedule")
         made = generate(generator, num_ranks=ranks, num_microbatches=microbatches)
