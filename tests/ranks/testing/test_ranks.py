@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +125,12 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def ranks_that_live() -> list[Any]:
+    """Returns the processes of ranks: a contract of another test has processes that stay."""
+    kind = multiprocessing.get_context("forkserver").Process
+    return [child for child in multiprocessing.active_children() if isinstance(child, kind)]
+
+
 def notes(error: BaseException) -> str:
     return "\n".join(error.__notes__)
 
@@ -211,7 +218,7 @@ def test_rank_that_leaves_without_a_word_is_named_with_its_exit_code() -> None:
 def test_timeout_names_the_stuck_ranks_and_shows_their_stacks() -> None:
     with pytest.raises(TimeoutError, match=r"not finished after 2 s: rank 1\n") as caught:
         run_ranks(stuck_on, 2, 1, timeout_seconds=2)
-    assert "Rank 1, innermost call first:" in notes(caught.value)
+    assert "Rank 1, innermost call last:" in notes(caught.value)
     assert "test_ranks.py" in notes(caught.value)
     assert "in wait_for_nothing" in notes(caught.value)
     with pytest.raises(TimeoutError, match=r"not finished after 2 s: rank 0, 2\n") as caught:
@@ -229,7 +236,9 @@ def test_what_does_not_pickle_and_a_world_without_ranks_are_clear_errors() -> No
     ) as caught:
         run_ranks(raise_unpicklable, 1)
     assert "in raise_unpicklable" in notes(caught.value)
-    with pytest.raises(TypeError, match="cannot be unpickled: CodedError: half") as caught:
+    with pytest.raises(
+        TypeError, match="CodedError: half, cannot be pickled and unpickled"
+    ) as caught:
         run_ranks(raise_coded, 1)
     assert "in raise_coded" in notes(caught.value)
     # A world needs a rank.
@@ -259,7 +268,7 @@ def test_ranks_that_stay_run_one_function_after_the_other_until_one_fails() -> N
     with pytest.raises(TimeoutError, match="not finished after 1 s: rank 1"):
         ranks.run(stuck_on, 1, timeout_seconds=1)
     assert not ranks.is_open
-    assert multiprocessing.active_children() == []
+    assert ranks_that_live() == []
     ranks.close()  # once more does nothing
 
 
@@ -275,4 +284,4 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert run_ranks(rank, 2) == [0, 1]
     assert open_files() == before
     assert list(tmp_path.iterdir()) == []
-    assert multiprocessing.active_children() == []
+    assert ranks_that_live() == []
