@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self, TypeVar, cast
 from unittest import mock
@@ -54,6 +54,16 @@ class VirtualEvent:
     clock: Clock
 
 
+class _OfThread(threading.local):
+    """What a thread does."""
+
+    name = ""  # of its strand
+    stream = _COMPUTE
+    is_watched = False
+    in_comm_stream = False
+    transfer: tuple[str, tuple[torch.Tensor, ...]] = ("", ())  # strand, and what is sent
+
+
 @dataclass(frozen=True)
 class Entry:
     """An operation, with the clock of its strand: it is after operation t of s if clock[s] >= t."""
@@ -64,10 +74,6 @@ class Entry:
     where: str
     clock: Clock
     accesses: tuple[Access, ...]
-
-    def behind(self, other: Entry) -> bool:
-        """True if it is ordered after `other`."""
-        return self.clock.get(other.strand, 0) >= other.tick
 
 
 class OrderChecker(sync_points.Backend):
@@ -117,7 +123,7 @@ class OrderChecker(sync_points.Backend):
         # Operators of all threads go through one lock, so clocks and accesses change together. It
         # is reentrant, because a recording holds it around the check of an operator.
         self._lock = threading.RLock()
-        self._local = threading.local()
+        self._local = _OfThread()
         self.violations: list[Violation] = []
         self.log: list[Entry] = []
         self._foreign = foreign
@@ -150,15 +156,9 @@ class OrderChecker(sync_points.Backend):
 
     # What the library calls instead of a device's streams.
 
-    @contextlib.contextmanager
-    def on(self, name: str) -> Iterator[None]:
+    def on(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Makes the virtual stream `name` current in this thread; ``compute`` is the default."""
-        before = self.on_now
-        self.switch(name)
-        try:
-            yield
-        finally:
-            self.switch(before)
+        return self._setting("stream", name)
 
     def switch(self, name: str) -> None:
         """Makes the virtual stream `name` current in this thread from now on."""
@@ -167,7 +167,7 @@ class OrderChecker(sync_points.Backend):
     @property
     def on_now(self) -> str:
         """Name of this thread's current virtual stream."""
-        return str(getattr(self._local, "stream", _COMPUTE))
+        return self._local.stream
 
     def stream(self, device: torch.device, name: str) -> torch.Stream | None:
         """Returns a virtual stream if the device has no streams."""
@@ -188,14 +188,12 @@ class OrderChecker(sync_points.Backend):
         name = self._virtual_name(device, stream)
         if name is None:
             return super().record(device, cast("torch.Stream | None", stream))
-        with self._locked():
-            return cast("torch.Event", VirtualEvent(self._order.clock(name)))
+        return cast("torch.Event", VirtualEvent(self.recorded(name)))
 
     def wait(self, event: object, device: torch.device, stream: object = None) -> None:
         """Orders a stream after the event."""
         if isinstance(event, VirtualEvent):
-            with self._locked():
-                self._order.join(self._virtual_name(device, stream) or self.on_now, event.clock)
+            self.waited(self._virtual_name(device, stream) or self.on_now, event.clock)
         else:
             super().wait(
                 cast("torch.Event | None", event), device, cast("torch.Stream | None", stream)
@@ -203,35 +201,34 @@ class OrderChecker(sync_points.Backend):
 
     def hand_over(self) -> object:
         """Returns the clock of this thread."""
-        with self._locked():
-            return self._order.clock(self._thread)
+        return self.recorded(self._thread)
 
     def take_over(self, handed: object) -> None:
         """Orders this thread after the thread that handed over."""
-        with self._locked():
-            self._order.join(self._thread, cast("Clock", handed or {}))
+        self.waited(None, cast("Clock", handed or {}))
 
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Sends on a strand of its own."""
         # The backend gets a copy, so it does not keep `tensor` alive. Otherwise no free of `tensor`
         # during the send would be seen.
         copy = tensor.clone()
-        with self._transferring(tensor):
+        with self._setting("transfer", (f"transfer {next(self._names)}", (tensor,))):
             return super().send(group, copy, peer, tag)
 
     def receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Receives on a strand of its own."""
-        with self._transferring():
+        with self._setting("transfer", (f"transfer {next(self._names)}", ())):
             return super().receive(group, tensor, peer, tag)
 
     @contextlib.contextmanager
-    def _transferring(self, *reads: torch.Tensor) -> Iterator[None]:
-        """Marks the collective that is called inside as a transfer that reads these tensors."""
-        self._local.transfer = f"transfer {next(self._names)}", reads
+    def _setting(self, name: str, value: object) -> Iterator[None]:
+        """Sets an attribute of this thread for a while."""
+        before = getattr(self._local, name)
+        setattr(self._local, name, value)
         try:
             yield
         finally:
-            self._local.transfer = None
+            setattr(self._local, name, before)
 
     def _noting(self, method: Callable[..., T], *, foreign: bool) -> Callable[..., T]:
         """Returns a method of `dist.Work` that records: the calling strand is after the collective.
@@ -260,19 +257,15 @@ class OrderChecker(sync_points.Backend):
         """Makes a comm stream's stream current, and watches its operators."""
         # Operators on a comm stream's own thread must be watched too. A trace of torch's dispatcher
         # sees only the thread that entered it.
-        before, self._local.in_comm_stream = getattr(self._local, "in_comm_stream", False), True
         current: contextlib.AbstractContextManager[object]
         if isinstance(stream, VirtualStream):
             current = self.on(stream.name)
         else:
             current = super().running(cast("torch.Stream | None", stream))
-        try:
-            with self._watching(), current:
-                yield
-        finally:
-            self._local.in_comm_stream = before
+        with self._setting("in_comm_stream", True), self._watching(), current:
+            yield
 
-    # Events of a CUDA device. `pipegrad.testing.ordering.trace` calls these.
+    # Events. `pipegrad.testing.ordering.trace` calls these for a CUDA device.
 
     def recorded(self, strand: str) -> Clock:
         """Returns the clock of an event recorded on a strand."""
@@ -292,9 +285,6 @@ class OrderChecker(sync_points.Backend):
 
     # Operators.
 
-    def before(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Called before each operator, with its tensors."""
-
     def after(self, operation: Operation) -> Entry:
         """Called after each operator of this thread; checks its accesses."""
         # The launch of an operator is ordered after all earlier work of its thread. A collective
@@ -302,11 +292,18 @@ class OrderChecker(sync_points.Backend):
         with self._locked():
             home = self._home(operation)
             self._order.join(home, self._order.clock(self._thread))
-            in_comm_stream = getattr(self._local, "in_comm_stream", False)
-            transfer, sent = getattr(self._local, "transfer", None) or (None, ())
-            is_foreign = self._is_foreign(operation, in_comm_stream=in_comm_stream)
-            beside = in_comm_stream or is_foreign
-            strand = transfer or (self._in_comm_stream(operation, home) if beside else home)
+            in_comm_stream = self._local.in_comm_stream
+            transfer, sent = self._local.transfer
+            # A collective of other code, whose Work that code waits for in Python.
+            is_foreign = (
+                self._foreign
+                and not in_comm_stream
+                and operation.work is not None
+                and called_by_python()
+            )
+            strand = transfer or home
+            if not transfer and operation.group is not None and (in_comm_stream or is_foreign):
+                strand = self._strand_beside(operation, home)
             self._order.join(strand, self._order.clock(home))
             tick, where = self._order.tick(strand), call_site()
             accesses = [
@@ -320,7 +317,7 @@ class OrderChecker(sync_points.Backend):
                     where,
                     memory,
                     covered,
-                    held=in_comm_stream or transfer is not None,
+                    held=in_comm_stream or transfer != "",
                 )
                 for kind, tensors in (
                     (Kind.READ, (*operation.reads, *sent)),
@@ -340,28 +337,18 @@ class OrderChecker(sync_points.Backend):
             if self._logs:
                 self.log.append(entry)
             violations = self._reuse(strand, where)
-            self._report(
-                violations + [r for access in accesses for r in self._order.access(access)]
-            )
+            violations += [r for access in accesses for r in self._order.access(access)]
+            self.violations += violations
+            if violations and self._raises:
+                raise OrderError("\n".join(map(str, violations)))
             return entry
 
-    def _is_foreign(self, operation: Operation, *, in_comm_stream: bool) -> bool:
-        """Whether it is a collective of other code, whose Work that code waits for in Python."""
-        return (
-            self._foreign
-            and not in_comm_stream
-            and operation.work is not None
-            and called_by_python()
-        )
+    def _strand_beside(self, operation: Operation, home: str) -> str:
+        """Returns the strand of a collective beside its comm stream.
 
-    def _in_comm_stream(self, operation: Operation, home: str) -> str:
-        """Returns the strand of an operator in a comm stream.
-
-        Collectives of a group run in order, beside the comm stream. Messages have no order, because
-        the end of a message does not show that earlier messages have ended.
+        Collectives of a group run in order. Messages have no order, because the end of a message
+        does not show that earlier messages have ended.
         """
-        if operation.group is None:
-            return home
         if operation.name.startswith(("c10d.send", "c10d.recv")):
             return f"message {next(self._names)} of {home}"
         return f"collectives of {home} in group {operation.group}"
@@ -369,15 +356,11 @@ class OrderChecker(sync_points.Backend):
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         """Traces this thread's operators, unless they are traced already."""
-        if getattr(self._local, "watched", False):
+        if self._local.is_watched:
             yield
             return
-        self._local.watched = True
-        try:
-            with Trace(self):
-                yield
-        finally:
-            self._local.watched = False
+        with self._setting("is_watched", True), Trace(self.after):
+            yield
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -398,10 +381,10 @@ class OrderChecker(sync_points.Backend):
         """Name of this thread's strand."""
         # Names of threads are not unique, and the system reuses their numbers. A number of our own
         # keeps the strands of two threads apart.
-        if not hasattr(self._local, "thread"):
-            self._local.thread = f"{threading.current_thread().name} #{next(self._names)}"
-            self._threads.add(self._local.thread)
-        return str(self._local.thread)
+        if not self._local.name:
+            self._local.name = f"{threading.current_thread().name} #{next(self._names)}"
+            self._threads.add(self._local.name)
+        return self._local.name
 
     def _freed(self, memory: str) -> None:
         """Records that a memory is freed. A finalizer calls it, so it must not lock or raise."""
@@ -428,11 +411,6 @@ class OrderChecker(sync_points.Backend):
         memory = self._memories.name(tensor)
         self._homes.setdefault(memory, home)
         return memory
-
-    def _report(self, violations: Sequence[Violation]) -> None:
-        self.violations += violations
-        if violations and self._raises:
-            raise OrderError("\n".join(map(str, violations)))
 
     def _home(self, operation: Operation) -> str:
         """Returns the strand on which an operator runs, or from which a collective is launched."""

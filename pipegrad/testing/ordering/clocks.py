@@ -127,9 +127,13 @@ class HappensBefore:
         violations: list[Violation] = []
         remaining: list[Access] = []
         for old in earlier:
-            shared = _overlap(old.spans, new.spans)
             seen = known.get(old.strand, 0)
-            if shared is not None and _conflict(old, new) and seen < old.tick:
+            # If torch itself keeps the memory alive until the access has ended, a free cannot be
+            # too early.
+            is_free = new.kind is Kind.FREE
+            conflicts = old.held if is_free else Kind.WRITE in (old.kind, new.kind)
+            shared = _overlap(old.spans, new.spans)
+            if shared is not None and conflicts and seen < old.tick:
                 violations.append(Violation(old, new, shared, seen))
             if not (seen >= old.tick and _replaces(new, old)):
                 remaining.append(old)
@@ -139,13 +143,6 @@ class HappensBefore:
         return violations
 
 
-def _conflict(old: Access, new: Access) -> bool:
-    # If torch itself keeps the memory alive until the access has ended, a free cannot be too early.
-    if new.kind is Kind.FREE:
-        return old.held
-    return Kind.WRITE in (old.kind, new.kind)
-
-
 def _replaces(new: Access, old: Access) -> bool:
     """True if every access that would race with `old` also races with `new`, ordered after it."""
     # A free races only with accesses that are held. So an access that is not held cannot stand in
@@ -153,7 +150,10 @@ def _replaces(new: Access, old: Access) -> bool:
     if old.held and not new.held:
         return False
     stronger = new.kind is not Kind.READ or (old.kind is Kind.READ and old.strand == new.strand)
-    return stronger and _covers(new.spans, old.spans)
+    # Several ranges that cover together do not count. A wrong False keeps an access longer than
+    # needed. A wrong True would lose a violation.
+    low, high = old.spans[0][0], old.spans[-1][1]
+    return stronger and any(start <= low and high <= end for start, end in new.spans)
 
 
 def _overlap(a: Sequence[Span], b: Sequence[Span]) -> Span | None:
@@ -169,10 +169,3 @@ def _overlap(a: Sequence[Span], b: Sequence[Span]) -> Span | None:
         else:
             j += 1
     return None
-
-
-def _covers(outer: Sequence[Span], inner: Sequence[Span]) -> bool:
-    """True if one range of `outer` covers all of `inner`. False if several ranges together do."""
-    # A wrong False keeps an access longer than needed. A wrong True would lose a violation.
-    low, high = inner[0][0], inner[-1][1]
-    return any(start <= low and high <= end for start, end in outer)

@@ -8,11 +8,11 @@ import itertools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,15 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MAX_SPANS = 1024  # a tensor with more byte ranges counts as one range from first to last byte
 _TORCH = Path(torch.__file__).parent
 _WRAPPERS = tuple(map(str, (Path(__file__).parent, _TORCH / "_dynamo", _TORCH / "_compile.py")))
-_SKIPPED_FILES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<eval_")
+_SKIPPED_FILES = (str(_TORCH), str(Path(__file__).parent), "<frozen", "<eval_")
+# Operators such as ones_like use only the shape of their argument.
+_READS_NOTHING = re.compile(r"aten\.(new_\w+|\w+_like)\.")
+_COPIES = ("aten._to_copy.default", "aten.copy_.default")
+# Collectives whose results are their first argument. All others but sends write all their tensors.
+_OUT_OF_PLACE = tuple(
+    f"c10d.{name}"
+    for name in ("_reduce_scatter", "_allgather", "reduce_scatter", "allgather", "alltoall")
+)
 
 
 @dataclass(frozen=True)
@@ -44,35 +52,22 @@ class Operation:
         group: Name of the process group of an asynchronous collective, else None.
         work: The Work that its caller waits for. It is the caller's object, kept alive until then.
         syncs_host: True if the host waits for its result.
-        run: Calls it again on the same tensors, and copies its results into the old ones. Does
-            nothing for a collective.
     """
 
     name: str
-    reads: tuple[torch.Tensor, ...]
-    writes: tuple[torch.Tensor, ...]
-    group: str | None
-    work: dist.Work | None
-    syncs_host: bool
-    run: Callable[[], None]
-
-
-class Observer(Protocol):
-    """Receives each operator of a trace."""
-
-    def before(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Called before each operator, with its tensor arguments."""
-
-    def after(self, operation: Operation) -> object:
-        """Called after each operator."""
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
+    group: str | None = None
+    work: dist.Work | None = None
+    syncs_host: bool = False
 
 
 class Trace(TorchDispatchMode):
-    """Passes every operator of the thread that enters it to an observer."""
+    """Passes every operator of the thread that enters it to a function, after the call."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, on_operation: Callable[[Operation], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._observer = observer
+        self._on_operation = on_operation
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -88,16 +83,13 @@ class Trace(TorchDispatchMode):
     ) -> object:
         """Calls `func` and reports it, except for other kinds of tensors, such as fake tensors."""
         kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         # Fake tensors have no memory. Wrappers such as DTensor call operators on their parts, and
         # the trace sees these calls.
-        if not all(t in _PLAIN for t in types):
-            return func(*args, **kwargs)
-        arguments = _tensors((*args, *kwargs.values()))
-        self._observer.before(arguments)
-        out = func(*args, **kwargs)
-        operation = _operation(_signature(func), arguments, args, kwargs, out)
-        if operation is not None:
-            self._observer.after(operation)
+        if all(t in _PLAIN for t in types):
+            operation = _operation(func, args, kwargs, out)
+            if operation is not None:
+                self._on_operation(operation)
         return out
 
 
@@ -108,34 +100,25 @@ def spans(tensor: torch.Tensor) -> tuple[Span, ...]:
     size, start = tensor.itemsize, int(tensor.storage_offset()) * tensor.itemsize
     if tensor.is_contiguous():
         return ((start, start + tensor.numel() * size),)
-    # Dimensions are taken from the smallest stride. While they have no gaps they form one dense
-    # range, and the other dimensions repeat this range.
-    dims = sorted(zip(map(int, tensor.stride()), map(int, tensor.shape), strict=True))
-    dense, rest = size, list[tuple[int, int]]()
-    for stride, length in dims:
-        if length == 1 or stride == 0:
-            continue
-        if stride * size == dense and not rest:
-            dense *= length
+    shape = zip(map(int, tensor.stride()), map(int, tensor.shape), strict=True)
+    ranges = [(start, start + size)]
+    # From the smallest stride: a dimension without gaps makes one range longer, others repeat all.
+    for stride, length in sorted((stride, length) for stride, length in shape if length > 1):
+        step, extent = stride * size, ranges[-1][1] - start
+        last = step * (length - 1)
+        is_dense = len(ranges) == 1 and step <= extent
+        if is_dense or step < extent or len(ranges) * length > _MAX_SPANS:
+            ranges = [(start, start + last + extent)]
         else:
-            rest.append((stride * size, length))
-    number = 1
-    for _, length in rest:
-        number *= length
-    if number > _MAX_SPANS:
-        return ((start, start + dense + sum(step * (length - 1) for step, length in rest)),)
-    corners = itertools.product(*(range(0, step * length, step) for step, length in rest))
-    return tuple(_merged(sorted((start + sum(c), start + sum(c) + dense) for c in corners)))
+            offsets = range(0, last + 1, step)
+            ranges = [(begin + o, end + o) for o in offsets for begin, end in ranges]
+    return tuple(ranges)
 
 
 def call_site() -> str:
     """Returns the innermost line outside of torch and of this package."""
-    # The user looks for the own line, not for lines of torch or of this tool.
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED_FILES):
-        frame = frame.f_back
-    code = frame.f_code
-    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+    frame = _caller(_SKIPPED_FILES)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def called_by_python() -> bool:
@@ -143,11 +126,15 @@ def called_by_python() -> bool:
 
     C++ code waits in C++, where nobody can listen.
     """
-    frame: FrameType | None = sys._getframe(1)
-    # A trace is called through torch's own wrappers.
-    while frame is not None and frame.f_code.co_filename.startswith(_WRAPPERS):
+    return _caller(_WRAPPERS).f_code.co_filename == c10d.__file__
+
+
+def _caller(skipped_files: tuple[str, ...]) -> FrameType:
+    """Returns the innermost frame outside of some files."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped_files):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == c10d.__file__
+    return frame
 
 
 _Address = tuple[int, int]  # of the memory, and of the storage
@@ -184,170 +171,109 @@ class Memories:
         self._on_free(name)
 
 
-class _Signature:
-    """The facts of an operator's schema, read once."""
-
-    def __init__(self, func: Any) -> None:  # noqa: ANN401
-        schema = func._schema
-        aliases = [argument.alias_info for argument in schema.arguments]
-        self.func = func
-        self.name = str(func)
-        self.arguments = [argument.name for argument in schema.arguments]
-        self.written = [i for i, alias in enumerate(aliases) if alias and alias.is_write]
-        self.is_view = not self.written and any(r.alias_info is not None for r in schema.returns)
-        self.is_collective = func.namespace == "c10d"
-        self.leaves_uninitialised = self.name.startswith(("aten.empty", "aten.new_empty"))
-        self.reads_item = self.name == "aten._local_scalar_dense.default"
-        self.copies = self.name in ("aten._to_copy.default", "aten.copy_.default")
-        # Operators such as ones_like use only the shape of their argument.
-        self.reads_nothing = bool(re.match(r"aten\.(new_\w+|\w+_like)\.", self.name))
-
-    def argument(
-        self, index: int, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> object:
-        """Returns what a call passes for an argument, by position or by name."""
-        return args[index] if index < len(args) else kwargs.get(self.arguments[index])
-
-
-_signature = functools.cache(_Signature)
+@functools.cache
+def _schema(func: Any) -> tuple[list[str], list[str], bool]:  # noqa: ANN401
+    """Returns the arguments of an operator, those that it writes, and if its result is a view."""
+    arguments, results = func._schema.arguments, func._schema.returns
+    written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
+    is_view = not written and any(r.alias_info is not None for r in results)
+    return [a.name for a in arguments], written, is_view
 
 
 def _operation(
-    signature: _Signature,
-    arguments: Sequence[torch.Tensor],
+    func: Any,  # noqa: ANN401
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
     out: object,
 ) -> Operation | None:
     """Returns the operation of a call; None if it touched no memory, as a view does."""
-    if signature.is_collective:
-        reads, writes = _collective_accesses(signature, arguments, args, kwargs)
-        group = _group(signature, args, kwargs)
-        work = None if group is None else _work(out)
-        operation = Operation(signature.name, reads, writes, group, work, False, _nothing)
-        return operation if arguments else None
-    if signature.is_view:
+    names, written, is_view = _schema(func)
+    passed = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments, name = _tensors([*passed.values()]), str(func)
+    if func.namespace == "c10d":
+        return _collective(name, passed, arguments, out) if arguments else None
+    if is_view:
         return None
-    written = _tensors([signature.argument(i, args, kwargs) for i in signature.written])
-    fresh = list[torch.Tensor]()
-    if not written:
-        known = {tensor.untyped_storage().data_ptr() for tensor in arguments}
-        fresh = [t for t in _tensors(out) if t.untyped_storage().data_ptr() not in known]
-    if not (arguments or fresh):
-        return None
-
-    def again() -> None:
-        results = _tensors(signature.func(*args, **kwargs))
-        for result, value in zip(_tensors(out), results, strict=True):
-            if any(result is tensor for tensor in fresh):
-                result.copy_(value)
-
-    used = [t for t in arguments if not any(t is w for w in written)]
-    return Operation(
-        name=signature.name,
-        reads=() if signature.reads_nothing else tuple(used),
+    writes = _tensors([passed.get(argument) for argument in written])
+    if not writes:
         # New memory counts as written: another stream may still use what was there before.
-        writes=(*written, *fresh),
-        group=None,
-        work=None,
-        syncs_host=signature.reads_item
-        or (signature.copies and _crosses(used, (*written, *fresh), args, kwargs)),
-        run=_nothing if signature.leaves_uninitialised else again,
-    )
-
-
-def _crosses(
-    reads: Sequence[torch.Tensor],
-    writes: Sequence[torch.Tensor],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-) -> bool:
-    """True if a copy goes between host and device, and the host waits for it."""
-    non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
-    devices = {tensor.device.type for tensor in (*reads, *writes)}
-    return "cpu" in devices and len(devices) > 1 and not non_blocking
-
-
-def _nothing() -> None:
-    """Does nothing: runs instead of a collective, and of an operator without contents."""
-
-
-def _collective_accesses(
-    signature: _Signature,
-    arguments: Sequence[torch.Tensor],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Returns the tensors that a collective reads and writes. Its schema does not have them."""
-    name = signature.name.removeprefix("c10d.")
-    if name.startswith("send") or (
-        name.startswith("broadcast") and _is_root(signature, args, kwargs)
-    ):
-        return tuple(arguments), ()
-    if name.startswith(
-        ("_reduce_scatter", "_allgather", "reduce_scatter", "allgather", "alltoall")
-    ):
-        written = _tensors(args[0])
-        return tuple(t for t in arguments if not any(t is w for w in written)), tuple(written)
-    return (), tuple(arguments)  # in place, or written alone
-
-
-def _is_root(signature: _Signature, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
-    """Whether this rank sends what a broadcast gives all others."""
-    names = signature.arguments
-    group: Any = signature.argument(names.index("process_group"), args, kwargs)
-    root = signature.argument(names.index("root_rank"), args, kwargs)
-    return dist.ProcessGroup.unbox(group).rank() == root
-
-
-def _group(
-    signature: _Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> str | None:
-    """Returns the name of a collective's process group, None if the call itself waits."""
-    passed = {
-        name: signature.argument(i, args, kwargs) for i, name in enumerate(signature.arguments)
-    }
-    if passed.get("async_op") is False:
+        known = {tensor.untyped_storage().data_ptr() for tensor in arguments}
+        writes = [t for t in _tensors(out) if t.untyped_storage().data_ptr() not in known]
+    if not (arguments or writes):
         return None
-    group: Any = passed["process_group"]
-    return str(dist.ProcessGroup.unbox(group).group_name)
+    reads = [] if _READS_NOTHING.match(name) else _without(arguments, writes)
+    syncs_host = name == "aten._local_scalar_dense.default"
+    if name in _COPIES and not passed.get("non_blocking"):
+        devices = {tensor.device.type for tensor in (*reads, *writes)}
+        syncs_host = "cpu" in devices and len(devices) > 1
+    return Operation(name, reads, writes, syncs_host=syncs_host)
 
 
-def _work(out: object) -> dist.Work | None:
-    """Returns the Work of an asynchronous collective."""
+def _collective(
+    name: str, passed: Mapping[str, Any], tensors: list[torch.Tensor], out: object
+) -> Operation:
+    """Returns the operation of a collective. Its schema does not have what it reads and writes."""
+    group = dist.ProcessGroup.unbox(passed["process_group"])
+    is_root = passed.get("root_rank") == group.rank()
+    reads, writes = list[torch.Tensor](), tensors  # in place, or written alone
+    if name.startswith("c10d.send") or (name.startswith("c10d.broadcast") and is_root):
+        reads, writes = tensors, []
+    elif name.startswith(_OUT_OF_PLACE):
+        writes = _tensors(next(iter(passed.values())))
+        reads = _without(tensors, writes)
+    if passed.get("async_op") is False:  # the call itself waits
+        return Operation(name, reads, writes)
     results = out if isinstance(out, tuple | list) else (out,)
     works = [result for result in results if isinstance(result, torch.ScriptObject)]
-    return dist.Work.unbox(works[0]) if works else None
+    work = dist.Work.unbox(works[0]) if works else None
+    return Operation(name, reads, writes, str(group.group_name), work)
+
+
+def _without(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [t for t in tensors if not any(t is other for other in others)]
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
     """Returns the tensors with memory in the arguments or results of an operator, in order."""
-    if isinstance(tree, torch.Tensor):
-        plain = type(tree) in _PLAIN and tree.layout is torch.strided
-        return [tree] if plain and tree.device.type != "meta" else []
-    tensors: list[torch.Tensor] = []
     if isinstance(tree, list | tuple):
-        for branch in tree:
-            if isinstance(branch, list | tuple | torch.Tensor):
-                tensors += _tensors(branch)
-    return tensors
+        return [tensor for branch in tree for tensor in _tensors(branch)]
+    if type(tree) not in _PLAIN:
+        return []
+    tensor = cast("torch.Tensor", tree)
+    return [tensor] if tensor.layout is torch.strided and tensor.device.type != "meta" else []
 
 
-def _merged(ranges: Iterable[Span]) -> Iterator[Span]:
-    current: Span | None = None
-    for start, end in ranges:
-        if current is None or start > current[1]:
-            if current is not None:
-                yield current
-            current = (start, end)
-        else:
-            current = (current[0], max(end, current[1]))
-    if current is not None:
-        yield current
+_following: list[_Events] = []  # only the last one gets callbacks
+_CALLBACKS = (
+    *("event_record", "event_wait", "event_deletion"),
+    *("event_synchronization", "stream_synchronization", "device_synchronization"),
+)
 
 
-# Checkers, and the clocks of their events by address. Only the last checker gets callbacks.
-_following: list[tuple[OrderChecker, dict[int, Clock]]] = []
+class _Events:
+    """Passes events and waits of a CUDA device to a checker."""
+
+    def __init__(self, checker: OrderChecker) -> None:
+        self._checker = checker
+        self._clocks: dict[int, Clock] = {}  # of events, by address
+
+    def event_record(self, event: int, stream: int) -> None:
+        self._clocks[event] = self._checker.recorded(_name(stream))
+
+    def event_wait(self, event: int, stream: int) -> None:
+        self._checker.waited(_name(stream), self._clocks.get(event, {}))
+
+    def event_deletion(self, event: int) -> None:
+        self._clocks.pop(event, None)
+
+    def event_synchronization(self, event: int) -> None:
+        self._checker.waited(None, self._clocks.get(event, {}))
+
+    def stream_synchronization(self, stream: int) -> None:
+        self._checker.waited(None, self._checker.recorded(_name(stream)))
+
+    def device_synchronization(self) -> None:
+        self._checker.waited(None, self._checker.everything())
 
 
 def current_strand(device: torch.device) -> str:
@@ -360,59 +286,28 @@ def current_strand(device: torch.device) -> str:
 def following(checker: OrderChecker) -> Iterator[None]:
     """Passes every event and synchronisation to `checker`, and to no other checker meanwhile."""
     _listen()
-    entry = (checker, dict[int, "Clock"]())
-    _following.append(entry)
+    events = _Events(checker)
+    _following.append(events)
     try:
         yield
     finally:
-        _following.remove(entry)
+        _following.remove(events)
 
 
 @functools.cache
 def _listen() -> None:
-    """Registers callbacks, once: torch cannot remove them.
-
-    Source: torch/cuda/_sanitizer.py.
-    """
+    """Registers callbacks, once: torch cannot remove them. Source: torch/cuda/_sanitizer.py."""
     activate_gpu_trace()
-    gpu_trace.register_callback_for_event_record(_recorded)
-    gpu_trace.register_callback_for_event_wait(_waited)
-    gpu_trace.register_callback_for_event_deletion(_deleted)
-    gpu_trace.register_callback_for_event_synchronization(_synchronized_event)
-    gpu_trace.register_callback_for_stream_synchronization(_synchronized_stream)
-    gpu_trace.register_callback_for_device_synchronization(_synchronized_device)
+    for name in _CALLBACKS:
+        register = getattr(gpu_trace, f"register_callback_for_{name}")
+        register(functools.partial(_call, name))
+
+
+def _call(name: str, *args: int) -> None:
+    if _following:
+        getattr(_following[-1], name)(*args)
 
 
 def _name(stream: int) -> str:
     # The address of a stream is unique in the process. Only default streams all have address 0.
     return f"stream {stream:#x}" if stream else f"default of cuda:{torch.cuda.current_device()}"
-
-
-def _recorded(event: int, stream: int) -> None:
-    for checker, events in _following[-1:]:
-        events[event] = checker.recorded(_name(stream))
-
-
-def _waited(event: int, stream: int) -> None:
-    for checker, events in _following[-1:]:
-        checker.waited(_name(stream), events.get(event, {}))
-
-
-def _deleted(event: int) -> None:
-    for _, events in _following[-1:]:
-        events.pop(event, None)
-
-
-def _synchronized_event(event: int) -> None:
-    for checker, events in _following[-1:]:
-        checker.waited(None, events.get(event, {}))
-
-
-def _synchronized_stream(stream: int) -> None:
-    for checker, _ in _following[-1:]:
-        checker.waited(None, checker.recorded(_name(stream)))
-
-
-def _synchronized_device() -> None:
-    for checker, _ in _following[-1:]:
-        checker.waited(None, checker.everything())

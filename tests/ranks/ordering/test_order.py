@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.sync_points import sites
 from pipegrad.testing import OrderChecker
-from pipegrad.testing.ordering.replay import Recording
 from tests.support.gradients.cases import rank, replicated, stage, tied
 from tests.support.ordering.producers import CPU, Producers
 from tests.support.ordering.programs import PROGRAMS, run_programs, wrong
+from tests.support.ordering.replay import Recording
 
 
 @pytest.mark.ranks(2)
@@ -80,6 +81,27 @@ def started(kind: str, tensor: torch.Tensor) -> Any:
 @pytest.mark.parametrize(("kind", "waited"), WAITED)
 def test_a_collective_ends_where_somebody_waits_for_it(kind: str, waited: tuple[int, ...]) -> None:
     assert left_to_luck(kind, waited) == WAITED[kind, waited]
+
+
+@pytest.mark.ranks(2)
+def test_collectives_of_other_code_end_where_python_waits_for_them() -> None:
+    for waits in (True, False):
+        with OrderChecker(virtual_streams=False, foreign=True) as checker:
+            total = torch.ones(4)
+            work = dist.all_reduce(total, async_op=True)
+            if waits:
+                work.wait()
+            total.mul_(2)
+        if not waits:
+            work.wait()
+        found = [(v.first.what, v.second.what) for v in checker.violations]
+        assert found == ([] if waits else [("c10d.allreduce_.default", "aten.mul_.Tensor")])
+        assert all("test_order.py" in v.first.where for v in checker.violations)
+    # C++ code waits where nobody can listen.
+    with OrderChecker(virtual_streams=False, foreign=True) as checker:
+        module = DistributedDataParallel(torch.nn.Linear(2, 2))
+        module(torch.ones(1, 2)).sum().backward()
+    assert checker.violations == []
 
 
 RACE = """

@@ -15,9 +15,9 @@ from pipegrad.errors import OrderError
 from pipegrad.gradients.bucket_memory import RELEASED, RESET_FREE, WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker
 from pipegrad.testing.ordering.clocks import Access, HappensBefore, Kind
-from pipegrad.testing.ordering.replay import Recording
 from pipegrad.testing.ordering.trace import Memories, following, spans
 from tests.support.ordering.producers import CPU
+from tests.support.ordering.replay import Recording
 
 # The races that others have shipped, on our primitives. Each is a function of a checker that takes
 # the right turn, or, as it was shipped, the wrong one.

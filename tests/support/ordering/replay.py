@@ -6,15 +6,20 @@ streams in all orders, also in unlikely ones, and compares numbers. So it checks
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import permutations
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pipegrad.comm.sync_points import Work
 from pipegrad.testing.ordering.checker import Entry, OrderChecker
-from pipegrad.testing.ordering.trace import Operation
+from pipegrad.testing.ordering.trace import _PLAIN, Operation, _tensors
 
 _POISON = 0xFF  # every floating dtype reads these bytes as NaN
 
@@ -36,6 +41,26 @@ class _Step:
     operations: tuple[int, ...]
 
 
+class _Calls(TorchDispatchMode):
+    """Gives a recording each operator, before the checker sees it."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._recording = recording
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        call = partial(func, *args, **(kwargs or {}))
+        if not all(t in _PLAIN for t in types):
+            return call()
+        tensors = _tensors([*args, *call.keywords.values()])
+        self._recording.before(tensors)
+        out = call()
+        self._recording.called(call, tensors, out)
+        return out
+
+
 class Recording(OrderChecker):
     """An `OrderChecker` that keeps every operation, with its tensors, to run it again.
 
@@ -47,6 +72,8 @@ class Recording(OrderChecker):
     def __init__(self) -> None:
         super().__init__()
         self._operations: list[tuple[Entry, Operation]] = []
+        self._calls: dict[int, Callable[[], object]] = {}
+        self._current = threading.local()  # the operator that was called: its inputs, and again
         self._collectives: dict[int, _Collective] = {}
         self._storages: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -84,18 +111,31 @@ class Recording(OrderChecker):
         with self._locked():
             for tensor in tensors:
                 self._see(tensor, _bytes(tensor).clone())
-        self._local.inputs = [t.clone() for t in tensors]
+        self._current.inputs = [t.clone() for t in tensors]
+
+    def called(self, call: partial[Any], tensors: Sequence[torch.Tensor], out: Any) -> None:
+        """Keeps how an operator is called again."""
+        known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        fresh = [t for t in _tensors(out) if t.untyped_storage().data_ptr() not in known]
+
+        def again() -> None:
+            """Copies new results into the memory of the old ones."""
+            for result, value in zip(_tensors(out), _tensors(call()), strict=True):
+                if any(result is tensor for tensor in fresh):
+                    result.copy_(value)
+
+        self._current.again = again
 
     def after(self, operation: Operation) -> Entry:
         """Keeps the operation."""
-        with self._locked():
-            entry = super().after(operation)
+        with self._locked(), _disable_current_modes():
+            entry, number = super().after(operation), len(self._operations)
             for tensor in operation.writes:
                 self._see(tensor, torch.full_like(_bytes(tensor), _POISON))
             if operation.name.startswith("c10d."):
-                self._collectives[len(self._operations)] = _Collective(
-                    self._location, self._local.inputs
-                )
+                self._collectives[number] = _Collective(self._location, self._current.inputs)
+            elif not operation.name.startswith(("aten.empty", "aten.new_empty")):
+                self._calls[number] = self._current.again
             self._operations.append((entry, operation))
             return entry
 
@@ -104,6 +144,13 @@ class Recording(OrderChecker):
         super().wait_work(work)
         with self._locked():
             self._keep_results(self._location)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        # The checker's trace is entered last, so it passes each operator to this one.
+        calls = contextlib.nullcontext() if self._local.is_watched else _Calls(self)
+        with calls, super()._watching():
+            yield
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -132,8 +179,8 @@ class Recording(OrderChecker):
             for number in order:
                 if number in self._collectives:
                     self._repeat(self._collectives[number], self._operations[number][1])
-                else:
-                    self._operations[number][1].run()
+                elif number in self._calls:
+                    self._calls[number]()
         return [bytes(memory.numpy()) for memory, _ in self._storages.values()]
 
     def _repeat(self, collective: _Collective, operation: Operation) -> None:
