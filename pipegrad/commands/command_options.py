@@ -199,8 +199,7 @@ def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
 
 _FORMATS = {
     "html": "a page for the browser: zoom, filters, the reason of each wait",
-    "svg": "a figure; needs pipegrad[picture]",
-    "png": "a figure; needs pipegrad[picture]",
+    "svg": "a figure",
     "perfetto": "JSON for ui.perfetto.dev",
 }
 
@@ -224,16 +223,16 @@ class Drawing:
         """Writes all files from one or two timelines, and says which.
 
         Raises:
-            click.ClickException: If a file cannot be written, or a library is missing.
+            click.ClickException: If a file cannot be written.
             ScheduleError: If a timeline cannot be drawn.
         """
         from pipegrad.picture import write_figure, write_html, write_perfetto
 
+        write = {"html": write_html, "svg": write_figure, "perfetto": write_perfetto}
         for name, path in self.paths.items():
-            write = {"html": write_html, "perfetto": write_perfetto}.get(name, write_figure)
             try:
-                write(timelines, path)
-            except (ImportError, OSError, ValueError) as error:
+                write[name](timelines, path)
+            except (OSError, ValueError) as error:
                 raise click.ClickException(f"--{name} {path}: {reason(error)}") from error
             click.echo(printable(f"wrote {path}"), err=True)
 

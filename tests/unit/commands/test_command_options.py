@@ -32,22 +32,14 @@ def invoked(*arguments: str | Path) -> Result:
 
 def test_what_is_named_is_written(tmp_path: Path) -> None:
     assert invoked("--ranks", "3").stdout == "3 ranks, wanted: False\n"
-    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
-    result = invoked("--html", page, "--perfetto", trace)
+    page, figure, trace = (tmp_path / name for name in ("page.html", "figure.svg", "trace.json"))
+    result = invoked("--html", page, "--svg", figure, "--perfetto", trace)
     assert result.exit_code == 0, result.output
     assert result.stdout == "2 ranks, wanted: True\n"
-    assert result.stderr == f"wrote {page}\nwrote {trace}\n"
+    assert result.stderr == f"wrote {page}\nwrote {figure}\nwrote {trace}\n"
     assert page.read_text().startswith("<!doctype html>")
+    assert figure.read_text().startswith("<svg")
     assert json.loads(trace.read_text())["traceEvents"]
-
-
-def test_figures_are_written_by_one_function(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    written: list[Path] = []
-    monkeypatch.setattr("pipegrad.picture.write_figure", lambda _, path: written.append(path))
-    invoked("--svg", tmp_path / "a.svg", "--png", tmp_path / "a.png")
-    assert written == [tmp_path / "a.svg", tmp_path / "a.png"]
 
 
 @pytest.mark.parametrize("file", ["", "no/page.html"])
@@ -56,16 +48,6 @@ def test_a_file_that_cannot_be_written_is_one_line(file: str, tmp_path: Path) ->
     assert result.exit_code != 0
     assert "Traceback" not in result.output
     assert str(tmp_path) in result.output
-
-
-def test_a_missing_library_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def missing(*_: object) -> None:
-        raise ImportError("a figure needs the library matplotlib")
-
-    monkeypatch.setattr("pipegrad.picture.write_figure", missing)
-    result = invoked("--svg", tmp_path / "a.svg")
-    assert result.exit_code == 1
-    assert "a figure needs the library matplotlib" in result.stderr
 
 
 @pytest.mark.parametrize("nested", [False, True])
