@@ -8,7 +8,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +21,7 @@ from pipegrad.schedules.program.program import (
 )
 from pipegrad.simulation import simulator
 from pipegrad.simulation.costs import CollectiveCosts, Costs, Network, StageCosts
+from pipegrad.simulation.engine.flows import Process
 from pipegrad.simulation.engine.transport import Key, Messages
 
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("network", "unet")]
@@ -65,7 +65,7 @@ class Pieces(Messages):
         return source, target
 
     def _wait(self, now: float, key: Key) -> None:
-        self._left[key] = float(self.num_bytes[key[1] >> MICROBATCH_BITS])
+        self._left[key] = float(self.crossings[key[1] >> MICROBATCH_BITS].num_bytes)
         line = self._line(key)
         heapq.heappush(self._asking[line], (key[0], self.needed_at[key[1]], key))
         self._next(now, line)
@@ -79,11 +79,11 @@ class Pieces(Messages):
         self._left[key] -= piece
         if not self._left[key]:
             heapq.heappop(self._asking[line])
-        then = partial(self._leave_piece, key=key, is_last=not self._left[key])
-        self._network.begin(now, *self._edge(key), piece, then)
+        self._events.start(self._send_piece(now, key, piece))
 
-    def _leave_piece(self, now: float, key: Key, *, is_last: bool) -> None:
-        line = self._line(key)
+    def _send_piece(self, now: float, key: Key, piece: float) -> Process:
+        line, is_last = self._line(key), not self._left[key]
+        now = yield self._network.begin(now, *self._edge(key), piece)
         self._busy.remove(line)
         if is_last:
             there = now + self._costs.link(*self._edge(key)).latency_seconds

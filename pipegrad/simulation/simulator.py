@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import (
@@ -17,16 +18,14 @@ from pipegrad.schedules.program.program import (
     Program,
 )
 from pipegrad.simulation.costs import Costs
-from pipegrad.simulation.engine.flows import Event, Events, FairNetwork
+from pipegrad.simulation.engine.flows import Events, FairNetwork, Process
 from pipegrad.simulation.engine.ledger import Memory, Recording
-from pipegrad.simulation.engine.transport import Collectives, Job, Messages
-from pipegrad.simulation.timeline import Span, Timeline
+from pipegrad.simulation.engine.transport import Collectives, Job, Key, Messages
+from pipegrad.simulation.timeline import SpanKind, Timeline
 
 # Plain integers: comparing with members of an enum takes far longer.
 _POST, _SEND, _COMPUTE = int(Op.POST_RECEIVE), int(Op.SEND), int(Op.COMPUTE)
 _RECEIVE, _RELEASE = int(Op.WAIT_RECEIVE), int(Op.RELEASE)
-# A compute waits for the parameters of its stage.
-_TRANSFERS, _WAITS = (_POST, _SEND), (_RECEIVE, _RELEASE, _COMPUTE)
 
 
 @dataclass(frozen=True)
@@ -110,33 +109,23 @@ def _check(program: object, costs: object, num_steps: int) -> None:
         raise ScheduleError(f"num_steps is {num_steps}, expected at least 1")
 
 
+@dataclass
 class _Rank:
-    """Where one rank is.
+    """Where one rank is; `clock` is ahead of `now` by what its host takes for messages."""
 
-    Attributes:
-        position: Of its next item.
-        sleeps_since: When it began to wait; below 0 if it does not wait.
-    """
-
-    __slots__ = ("number", "position", "sleeps_since", "step")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.position = self.step = 0
-        self.sleeps_since = -1.0
+    number: int
+    step: int = 0
+    now: float = 0.0
+    clock: float = 0.0
 
 
 class _Run:
-    """One simulation: time goes on from event to event.
-
-    At an event a rank runs its items, until one takes time or waits for another event.
-    """
+    """One simulation. Each rank is a process that runs its items."""
 
     def __init__(self, program: Program, costs: Costs, num_steps: int, *, records: bool) -> None:
         self._program = program
         self._costs = costs
         self._num_steps = num_steps
-        self._ranks = [_Rank(number) for number in range(len(program.items))]
         self._events = events = Events()
         self._reductions = costs.reductions(program.schedule.stage_to_rank)
         names = [collective.name for collective in self._reductions]
@@ -149,31 +138,30 @@ class _Run:
             program, costs, events=events, network=network, recording=recording
         )
         self._memory = Memory(program, costs, records=records)
-        self._crossings = self._messages.crossings
-        self._optimizer_seconds = [0.0] * len(self._ranks)
-        if not program.forward_only:
-            for stage, holder in zip(costs.stages, program.schedule.stage_to_rank, strict=True):
-                self._optimizer_seconds[holder] += stage.optimizer_seconds
         self._seconds = [stage.seconds(kind) for stage in costs.stages for kind in KINDS]
+        self._optimizer_seconds = [0.0] * len(program.items)
+        for stage, rank in zip(costs.stages, program.schedule.stage_to_rank, strict=True):
+            seconds = 0.0 if program.forward_only else stage.optimizer_seconds
+            self._optimizer_seconds[rank] += seconds
         self._step_ends = [0.0] * num_steps
-        self._num_ended = [0] * num_steps
-        self._met = list[_Rank]()
+        self._num_ended = 0  # ranks
+        self._num_met = [0] * num_steps
 
     def result(self) -> Simulation:
         """Runs all steps."""
-        for rank in self._ranks:
-            self._events.at(0.0, self._begin_step, rank)
+        program, schedule = self._program, self._program.schedule
+        for rank in range(len(program.items)):
+            self._events.start(self._steps(_Rank(rank)))
         self._events.run()
-        if self._num_ended[-1] < len(self._ranks):
+        if self._num_ended < len(program.items):
             raise ScheduleError(
-                f"schedule {self._program.schedule.name!r} cannot end: ranks wait for each other; "
+                f"schedule {schedule.name!r} cannot end: ranks wait for each other; "
                 f"`verify` shows which"
             )
         begins = [0.0, *self._step_ends[:-1]]
         seconds = (end - begin for begin, end in zip(begins, self._step_ends, strict=True))
         timeline = None
         if self._recording.spans is not None:
-            schedule = self._program.schedule
             timeline = Timeline(
                 name=schedule.name,
                 source="predicted",
@@ -183,173 +171,105 @@ class _Run:
                 spans=tuple(self._recording.spans),
                 step_ends=tuple(self._step_ends),
                 memory=tuple(map(tuple, self._memory.points)),
-                links=self._program.links,
+                links=program.links,
                 collectives=self._reductions,
             )
         return Simulation(tuple(seconds), tuple(self._memory.peak), timeline)
 
-    # A step of a rank.
-
-    def _begin_step(self, now: float, rank: _Rank) -> None:
-        rank.position = 0
-        self._after(now, rank, self._costs.host.step_seconds)
-
-    def _after(self, now: float, rank: _Rank, host_seconds: float) -> None:
-        """Lets a rank go on after time of its host."""
-        self._recording.add(rank.number, "host", now, now + host_seconds, rank.step)
-        if host_seconds > 0:
-            self._events.at(now + host_seconds, self._go_on, rank)
-        else:
-            self._go_on(now, rank)
-
-    def _go_on(self, now: float, rank: _Rank) -> None:
-        """Runs the items of a rank until one takes time, or waits."""
-        items = self._program.items[rank.number]
-        clock = now  # ahead of now by what the host takes for messages
-        while rank.position < len(items):
-            code = items[rank.position]
-            op, which = code & OP_MASK, code >> OP_BITS
-            if op == _COMPUTE and self._unsynced(rank, which) is None:
-                self._compute(now, clock, rank, which)
-                return
-            if op in _TRANSFERS:
-                clock = self._transfer(clock, rank, op, which)
-            elif op in _WAITS:
-                if clock > now:  # what this rank waits for may happen until then
-                    break
-                if not self._has_happened(now, rank, op, which):
-                    return
-                if op == _RECEIVE:
-                    decoding = self._crossings[which >> MICROBATCH_BITS].decode_seconds
-                    clock += self._costs.host.message_seconds + decoding
-            rank.position += 1
-        self._recording.add(rank.number, "host", now, clock, rank.step)
-        if clock > now:
-            self._events.at(clock, self._go_on, rank)
-        else:
-            self._finish(now, rank)
-
-    def _transfer(self, clock: float, rank: _Rank, op: int, which: int) -> float:
-        """Posts a receive or sends; returns when the host has done so."""
-        channel = which >> MICROBATCH_BITS
-        if op == _POST:
-            self._memory.post(clock, rank.number, channel)
-            self._messages.post(clock, rank.step, which)
-            return clock
-        clock += self._costs.host.message_seconds + self._crossings[channel].encode_seconds
-        self._memory.send(clock, rank.number, channel)
-        self._messages.send(clock, rank.step, which)
-        return clock
-
-    def _compute(self, now: float, clock: float, rank: _Rank, which: int) -> None:
-        """Begins an action; the rank goes on when it has ended."""
-        index, microbatch = which >> MICROBATCH_BITS, which & MICROBATCH_MASK
-        stage, kind = index >> KIND_BITS, index & KIND_MASK
-        begin = clock + self._costs.host.action_seconds
-        end = begin + self._seconds[index]
-        number, step = rank.number, rank.step
-        self._recording.add(number, "host", now, begin, step)
-        self._recording.compute(Span(number, KINDS[kind], begin, end, step, stage, microbatch))
-        self._memory.begin(begin, number, stage, kind)
-        for collective, share in self._collectives.launches[number].get(rank.position, ()):
-            leaves = begin + share * (end - begin)
-            job = Job(step, collective, is_sync=False)
-            self._events.at(leaves, self._collectives.come, job, number)
-        rank.position += 1
-        self._events.at(end, self._end_compute, rank, stage, kind, microbatch)
-
-    def _end_compute(self, now: float, rank: _Rank, stage: int, kind: int, microbatch: int) -> None:
-        self._memory.end(now, rank.number, stage, kind, step=rank.step, microbatch=microbatch)
-        self._go_on(now, rank)
-
-    # Waits.
-
-    def _has_happened(self, now: float, rank: _Rank, op: int, which: int) -> bool:
-        """Returns whether a rank can pass a wait; if not, the rank sleeps until it can."""
-        if op == _COMPUTE:
-            job = self._unsynced(rank, which)
-            return job is None or self._sleep(now, rank, job.event)
-        key, messages = (rank.step, which), self._messages
-        channel, microbatch = which >> MICROBATCH_BITS, which & MICROBATCH_MASK
-        arrived = messages.arrived if op == _RECEIVE else messages.delivered
-        if key not in arrived:
-            return self._sleep(now, rank, ("receive" if op == _RECEIVE else "send", *key))
-        arrived.remove(key)
-        if op == _RELEASE:
-            self._memory.send(now, rank.number, channel, sign=-1)
-        self._recording.transfer(
-            rank.number,
-            "wait for receive" if op == _RECEIVE else "wait for send",
-            self._slept_since(now, rank),
-            now,
-            rank.step,
-            channel=channel,
-            microbatch=microbatch,
-        )
-        return True
-
-    def _unsynced(self, rank: _Rank, which: int) -> Job | None:
-        stage = which >> MICROBATCH_BITS + KIND_BITS
-        return self._collectives.unsynced(rank.step, stage)
-
-    def _sleep(self, now: float, rank: _Rank, event: Event) -> bool:
-        """Lets a rank sleep until an event; returns that it cannot go on."""
-        rank.sleeps_since = now
-
-        def wake(then: float) -> None:
-            kind = event[0]
-            if kind in ("sync", "reduction"):
-                self._recording.collective(
-                    rank.number,
-                    "wait for parameters" if kind == "sync" else "wait for reduction",
-                    rank.sleeps_since,
-                    then,
-                    step=rank.step,
-                    number=event[2],
+    def _steps(self, rank: _Rank) -> Process:
+        """Runs all steps of a rank."""
+        record, number = self._recording, rank.number
+        for step in range(self._num_steps):
+            rank.step = step
+            begin, rank.now = rank.now, (yield rank.now + self._costs.host.step_seconds)
+            record.add(number, "host", begin, rank.now, step)
+            yield from self._items(rank)
+            while (reduction := self._collectives.unfinished(step, number)) is not None:
+                begin, rank.now = rank.now, (yield reduction)
+                record.collective(
+                    "wait for reduction",
+                    begin,
+                    rank.now,
+                    rank=number,
+                    step=step,
+                    number=reduction.number,
                 )
-                rank.sleeps_since = -1.0
-            self._go_on(then, rank)
+            begin = rank.now
+            if self._costs.ranks_meet and not self._program.forward_only:
+                self._num_met[step] += 1
+                if self._num_met[step] == len(self._program.items):
+                    meeting = self._costs.meeting_seconds
+                    self._events.at(begin + meeting, self._events.wake, ("meeting", step))
+                rank.now = yield "meeting", step
+            record.add(number, "wait for ranks", begin, rank.now, step)
+            begin, rank.now = rank.now, (yield rank.now + self._optimizer_seconds[number])
+            record.add(number, "optimizer", begin, rank.now, step)
+            for sync in self._collectives.published[number]:
+                self._collectives.come(rank.now, Job(step, sync, is_sync=True), number)
+            self._step_ends[step] = max(self._step_ends[step], rank.now)
+        self._num_ended += 1
 
-        self._events.sleep(event, wake)
-        return False
+    def _items(self, rank: _Rank) -> Process:
+        """Runs the items of a step."""
+        host, messages, memory = self._costs.host, self._messages, self._memory
+        rank.clock = rank.now
+        for position, code in enumerate(self._program.items[rank.number]):
+            op, which = code & OP_MASK, code >> OP_BITS
+            channel = which >> MICROBATCH_BITS
+            if op == _COMPUTE:
+                yield from self._compute(rank, position, which)
+            elif op == _POST:
+                memory.add(rank.clock, rank.number, memory.received_bytes[channel])
+                messages.post(rank.clock, (rank.step, which))
+            elif op == _SEND:
+                rank.clock += host.message_seconds + messages.crossings[channel].encode_seconds
+                memory.add(rank.clock, rank.number, memory.sent_bytes[channel])
+                messages.send(rank.clock, (rank.step, which))
+            elif op == _RECEIVE:
+                yield from self._wait(rank, which, "receive", messages.arrived)
+                rank.clock += host.message_seconds + messages.crossings[channel].decode_seconds
+            elif op == _RELEASE:
+                yield from self._wait(rank, which, "send", messages.delivered)
+                memory.add(rank.now, rank.number, -memory.sent_bytes[channel])
+        yield from self._catch_up(rank)
 
-    @staticmethod
-    def _slept_since(now: float, rank: _Rank) -> float:
-        since, rank.sleeps_since = rank.sleeps_since, -1.0
-        return since if since >= 0 else now
+    def _catch_up(self, rank: _Rank) -> Process:
+        """What a rank waits for next may happen until its host has done what it does."""
+        if rank.clock > rank.now:
+            self._recording.add(rank.number, "host", rank.now, rank.clock, rank.step)
+            rank.now = yield rank.clock
 
-    # The end of a step.
+    def _wait(
+        self, rank: _Rank, which: int, what: Literal["receive", "send"], happened: set[Key]
+    ) -> Process:
+        """Waits for a message that arrives, or that is sent."""
+        yield from self._catch_up(rank)
+        begin, key = rank.now, (rank.step, which)
+        if key not in happened:
+            rank.now = rank.clock = yield what, key
+        happened.remove(key)
+        kind: SpanKind = "wait for receive" if what == "receive" else "wait for send"
+        self._recording.transfer(rank.number, kind, begin, rank.now, key)
 
-    def _finish(self, now: float, rank: _Rank) -> None:
-        """Waits for the reductions of a rank, and for the other ranks if all meet."""
-        job = self._collectives.unfinished(rank.step, rank.number)
-        if job is not None:
-            self._sleep(now, rank, job.event)
-            return
-        rank.sleeps_since = now
-        if not self._costs.ranks_meet or self._program.forward_only:
-            self._step_parameters(now, rank)
-            return
-        self._met.append(rank)
-        if len(self._met) == len(self._ranks):
-            met, self._met = self._met, []
-            for other in met:
-                self._events.at(now + self._costs.meeting_seconds, self._step_parameters, other)
-
-    def _step_parameters(self, now: float, rank: _Rank) -> None:
-        """Runs the optimizer; then the rank publishes its parameters."""
-        since = self._slept_since(now, rank)
-        self._recording.add(rank.number, "wait for ranks", since, now, rank.step)
-        seconds = self._optimizer_seconds[rank.number]
-        self._recording.add(rank.number, "optimizer", now, now + seconds, rank.step)
-        self._events.at(now + seconds, self._end_step, rank)
-
-    def _end_step(self, now: float, rank: _Rank) -> None:
-        step = rank.step
-        for number in self._collectives.published[rank.number]:
-            self._collectives.come(now, Job(step, number, is_sync=True), rank.number)
-        self._num_ended[step] += 1
-        self._step_ends[step] = max(self._step_ends[step], now)
-        rank.step += 1
-        if rank.step < self._num_steps:
-            self._begin_step(now, rank)
+    def _compute(self, rank: _Rank, position: int, which: int) -> Process:
+        """Waits for the parameters of an action, and runs it."""
+        record, number, step = self._recording, rank.number, rank.step
+        index, microbatch = which >> MICROBATCH_BITS, which & MICROBATCH_MASK
+        stage, kind = index >> KIND_BITS, KINDS[index & KIND_MASK]
+        while (sync := self._collectives.unsynced(step, stage)) is not None:
+            yield from self._catch_up(rank)
+            begin, rank.now = rank.now, (yield sync)
+            rank.clock = rank.now
+            record.collective(
+                "wait for parameters", begin, rank.now, rank=number, step=step, number=sync.number
+            )
+        begin = rank.clock + self._costs.host.action_seconds
+        end = begin + self._seconds[index]
+        record.add(number, "host", rank.now, begin, step)
+        record.add(number, kind, begin, end, step, stage, microbatch)
+        self._memory.begin(begin, number, stage, kind)
+        for collective, share in self._collectives.launches[number].get(position, ()):
+            job, leaves = Job(step, collective, is_sync=False), begin + share * (end - begin)
+            self._events.at(leaves, self._collectives.come, job, number)
+        rank.now = rank.clock = yield end
+        self._memory.end(end, number, stage, kind, which=(step, microbatch))

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
 from pipegrad.simulation.costs import Network
 
-Event = tuple[str, int, int]  # what ranks wait for: a word, a step, and a number
+# Yields what it waits for: a time in seconds, or an event. It is sent the time at which it goes on.
+Process = Generator[Hashable, float, None]
 
 
 class Events:
-    """Calls methods in order of time; what is asked for first comes first at one time.
-
-    Ranks that wait for an event sleep here.
-    """
+    """Runs processes and calls methods in order of time; at one time in the order of asking."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
-        self._sleepers = dict[Event, list[Callable[[float], None]]]()
+        self._sleepers = defaultdict[Hashable, list[Process]](list)
 
     def at(self, seconds: float, method: Callable[..., None], *arguments: object) -> None:
         """Asks for the call ``method(seconds, *arguments)`` at that time."""
         self._sequence += 1
         heappush(self._heap, (seconds, self._sequence, method, arguments))
+
+    def start(self, process: Process) -> None:
+        """Runs a process until it waits for the first time."""
+        self._wait(process, next(process, None))
 
     def run(self) -> None:
         """Goes on until nothing happens any more."""
@@ -36,14 +39,23 @@ class Events:
             now, _, method, arguments = heappop(heap)
             method(now, *arguments)
 
-    def sleep(self, event: Event, wake: Callable[[float], None]) -> None:
-        """Asks for the call ``wake(seconds)`` when the event happens."""
-        self._sleepers.setdefault(event, []).append(wake)
+    def wake(self, now: float, event: Hashable) -> None:
+        """Lets all go on that wait for an event, in the order in which they began to wait."""
+        for process in self._sleepers.pop(event, ()):
+            self._go_on(now, process)
 
-    def wake(self, now: float, event: Event) -> None:
-        """Wakes all that wait for an event, in the order in which they began to wait."""
-        for wake in self._sleepers.pop(event, ()):
-            wake(now)
+    def _go_on(self, now: float, process: Process) -> None:
+        try:
+            wanted = process.send(now)
+        except StopIteration:
+            return
+        self._wait(process, wanted)
+
+    def _wait(self, process: Process, wanted: Hashable) -> None:
+        if isinstance(wanted, float):
+            self.at(wanted, self._go_on, process)
+        elif wanted is not None:
+            self._sleepers[wanted].append(process)
 
 
 Nic = tuple[int, int]  # 0 for what leaves and 1 for what enters, and a host
@@ -52,36 +64,27 @@ Nic = tuple[int, int]  # 0 for what leaves and 1 for what enters, and a host
 _MOST_NICS = 32
 
 
+@dataclass(eq=False, slots=True)
 class Flow:
-    """Bytes on their way from one rank to another.
+    """Bytes on their way from one rank to another. It is the event that its last byte has left.
 
     Attributes:
         left: Bytes that are still to be sent.
-        rate: Bytes per second, at present.
-        since: When `left` was computed.
         limit: The rate of its link.
         nics: The NICs that it uses; none within a host.
+        since: When `left` was computed.
+        rate: Bytes per second, at present.
         version: Counts changes of the rate. An end that was computed before the last one is void.
-        then: Called with the time at which its last byte has left.
+        has_ended: True if its last byte has left.
     """
 
-    __slots__ = ("left", "limit", "nics", "rate", "since", "then", "version")
-
-    def __init__(
-        self,
-        num_bytes: float,
-        limit: float,
-        nics: tuple[Nic, ...],
-        now: float,
-        then: Callable[[float], None],
-    ) -> None:
-        self.left = num_bytes
-        self.limit = limit
-        self.nics = nics
-        self.since = now
-        self.then = then
-        self.rate = 0.0
-        self.version = 0
+    left: float
+    limit: float
+    nics: tuple[Nic, ...]
+    since: float
+    rate: float = 0.0
+    version: int = 0
+    has_ended: bool = False
 
 
 class FairNetwork:
@@ -105,22 +108,21 @@ class FairNetwork:
         self._events = events
         self._users = defaultdict[Nic, list[Flow]](list)
 
-    def begin(
-        self, now: float, source: int, target: int, num_bytes: float, then: Callable[[float], None]
-    ) -> None:
+    def begin(self, now: float, source: int, target: int, num_bytes: float) -> Flow:
         """Begins to send; `source` and `target` may be one rank, which stands for its replicas."""
         network = self._network
         link, hosts = network.link(source, target), (network.host(source), network.host(target))
         crosses = source == target or hosts[0] != hosts[1]
         limited = crosses and network.nic_bytes_per_second < math.inf
         nics = ((0, hosts[0]), (1, hosts[1])) if limited else ()
-        flow = Flow(num_bytes, link.bytes_per_second, nics, now, then)
+        flow = Flow(num_bytes, link.bytes_per_second, nics, now)
         for nic in nics:
             self._users[nic].append(flow)
         if nics:
             self._share(now, flow)
         else:
             self._events.at(now + num_bytes / flow.limit, self._end, flow, flow.version)
+        return flow
 
     def _end(self, now: float, flow: Flow, version: int) -> None:
         if flow.version != version:
@@ -129,23 +131,23 @@ class FairNetwork:
             self._users[nic].remove(flow)
         if flow.nics:
             self._share(now, flow)
-        flow.then(now)
+        flow.has_ended = True
+        self._events.wake(now, flow)
 
     def _share(self, now: float, changed: Flow) -> None:
         """Computes the rates of all flows that one that begins or ends can touch."""
         nics = self._reached(changed)
-        flows = dict.fromkeys(flow for nic in nics for flow in self._users[nic])
         # A flow that also uses a NIC outside keeps its rate: others there count on it. A flow that
         # has just begun is never among them, because both of its NICs have changed.
         free = dict.fromkeys(nics, self._network.nic_bytes_per_second)
         open_flows = dict[Flow, None]()
-        for flow in flows:
-            if all(nic in nics for nic in flow.nics):
+        for flow in dict.fromkeys(flow for nic in nics for flow in self._users[nic]):
+            inside = [nic for nic in flow.nics if nic in nics]
+            if len(inside) == len(flow.nics):
                 open_flows[flow] = None
-            else:
-                for nic in flow.nics:
-                    if nic in nics:
-                        free[nic] -= flow.rate
+                continue
+            for nic in inside:
+                free[nic] -= flow.rate
         weights = {flow: self._weight(flow) for flow in open_flows}
         for flow, new_rate in fair_rates(weights, free):
             if new_rate != flow.rate:
@@ -175,17 +177,14 @@ class FairNetwork:
         # All flows at these NICs change, however many they are. Otherwise nothing might be left for
         # a flow that begins.
         nics = dict.fromkeys(own)
-        nics |= dict.fromkeys(
-            nic for each in own for flow in self._users[each] for nic in flow.nics
-        )
+        nics |= dict.fromkeys(nic for end in own for flow in self._users[end] for nic in flow.nics)
         queue = list(nics)
         for nic in queue:
             if len(nics) >= _MOST_NICS:
                 break
-            for other in (other for flow in self._users[nic] for other in flow.nics):
-                if other not in nics:
-                    nics[other] = None
-                    queue.append(other)
+            reached = dict.fromkeys(other for flow in self._users[nic] for other in flow.nics)
+            queue += [other for other in reached if other not in nics]
+            nics |= reached
         return nics
 
 

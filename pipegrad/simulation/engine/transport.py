@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from pipegrad.schedules.program.program import MICROBATCH_BITS, MICROBATCH_MASK, Op, Program
+from pipegrad.schedules.program.program import MICROBATCH_BITS, Op, Program
 from pipegrad.simulation.costs import CollectiveCosts, Costs
-from pipegrad.simulation.engine.flows import Event, Events, FairNetwork
+from pipegrad.simulation.engine.flows import Events, FairNetwork, Process
 from pipegrad.simulation.engine.ledger import Recording
 from pipegrad.simulation.timeline import SpanKind
 
@@ -52,81 +52,61 @@ class Messages:
         # By source, target, and whether it is the connection of skips.
         self._queues = defaultdict[tuple[int, int, bool], deque[tuple[Key, float]]](deque)
 
-    def post(self, now: float, step: int, transfer: int) -> None:
+    def post(self, now: float, key: Key) -> None:
         """The receiver is ready."""
-        key = step, transfer
         if key in self._sent:
             self._enqueue(max(now, self._sent.pop(key)), key)
         else:
             self._posted[key] = now
 
-    def send(self, now: float, step: int, transfer: int) -> None:
+    def send(self, now: float, key: Key) -> None:
         """The sender is ready."""
-        key = step, transfer
         if key in self._posted:
             self._enqueue(max(now, self._posted.pop(key)), key)
         else:
             self._sent[key] = now
 
     def _enqueue(self, ready: float, key: Key) -> None:
-        queue = self._queue(key[1] >> MICROBATCH_BITS)
+        channel = self._program.channels[key[1] >> MICROBATCH_BITS]
+        is_skip = channel in self._program.skips
+        queue = self._queues[channel.source, channel.target, is_skip]
         queue.append((key, ready))
         if len(queue) == 1:
-            self._events.at(ready, self._begin, key)
+            self._events.start(self._pass(queue))
 
-    def _queue(self, number: int) -> deque[tuple[Key, float]]:
-        """Returns what is on the way on the connection of a channel, and waits for it."""
-        channel = self._program.channels[number]
-        return self._queues[channel.source, channel.target, channel in self._program.skips]
-
-    def _begin(self, now: float, key: Key) -> None:
-        number = key[1] >> MICROBATCH_BITS
-        _, _, source, target = self._program.channels[number]
-        then = partial(self._leave, key=key, begin=now)
-        self._network.begin(now, source, target, self.crossings[number].num_bytes, then)
-
-    def _leave(self, now: float, key: Key, begin: float) -> None:
-        """Its last byte has left; it arrives after the latency of its link."""
-        step, transfer = key
-        number, microbatch = transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK
-        _, _, source, target = self._program.channels[number]
-        queue = self._queue(number)
-        queue.popleft()
-        if queue:
-            following, ready = queue[0]
-            self._events.at(max(now, ready), self._begin, following)
-        there = now + self._costs.link(source, target).latency_seconds
-        self._recording.transfer(
-            source, "transfer", begin, there, step, channel=number, microbatch=microbatch
-        )
-        if there > now:
+    def _pass(self, queue: deque[tuple[Key, float]]) -> Process:
+        """Sends the messages of a connection, one after the other."""
+        now = -math.inf
+        while queue:
+            key, ready = queue[0]
+            begin = yield max(now, ready)
+            number = key[1] >> MICROBATCH_BITS
+            _, _, source, target = self._program.channels[number]
+            now = yield self._network.begin(begin, source, target, self.crossings[number].num_bytes)
+            queue.popleft()
+            # Its last byte has left; it arrives after the latency of its link.
+            there = now + self._costs.link(source, target).latency_seconds
+            self._recording.transfer(source, "transfer", begin, there, key)
             self._events.at(there, self._arrive, key)
-        else:
-            self._arrive(now, key)
 
     def _arrive(self, now: float, key: Key) -> None:
         self.arrived.add(key)
         self.delivered.add(key)
-        self._events.wake(now, ("receive", *key))
-        self._events.wake(now, ("send", *key))
+        self._events.wake(now, ("receive", key))
+        self._events.wake(now, ("send", key))
 
 
 # How often a ring of n ranks is gone round: n-1 messages one after the other, (n-1)/n of the bytes.
 _RINGS = {"all-reduce": 2, "reduce-scatter": 1}
-Flow = tuple[int, int, float]  # from a rank, to a rank, and how many bytes
+Ends = tuple[int, int, float]  # of a flow: from a rank, to a rank, and how many bytes
 
 
 class Job(NamedTuple):
-    """A reduction of a step, or the parameter sync that belongs to it."""
+    """A reduction of a step, or the parameter sync that belongs to it; the event that it ends."""
 
     step: int
     number: int
     is_sync: bool
-
-    @property
-    def event(self) -> Event:
-        """What ranks wait for."""
-        return "sync" if self.is_sync else "reduction", self.step, self.number
 
 
 class Collectives:
@@ -157,8 +137,6 @@ class Collectives:
         self._recording = recording
         self._queues = defaultdict[tuple[int, int], deque[Job]](deque)  # by rank and comm stream
         self._waiting = defaultdict[Job, int](int)  # how many of its ranks have come to it
-        self._rounds = dict[Job, deque[list[Flow]]]()  # still to come
-        self._flows = dict[Job, int]()  # of the present round, still on their way
         self._done = set[Job]()
         ranks = range(len(program.items))
         self.launches = [self._launches(program, rank) for rank in ranks]
@@ -176,9 +154,8 @@ class Collectives:
         """A rank comes to a job: its gradients are complete, or its optimizer has ended."""
         queue = self._queues[rank, self._reductions[job.number].comm_stream]
         queue.append(job)
-        # A comm stream runs one job at a time. Behind another job, `_leave` reaches it later.
         if len(queue) == 1:
-            self._reach(now, job, rank)
+            self._events.start(self._stream(now, queue, rank))
 
     def unfinished(self, step: int, rank: int) -> Job | None:
         """Returns a reduction of a rank that has not ended."""
@@ -192,70 +169,43 @@ class Collectives:
         jobs = (Job(step - 1, number, is_sync=True) for number in self._readers.get(stage, ()))
         return next((job for job in jobs if step > 0 and job not in self._done), None)
 
-    def _reach(self, now: float, job: Job, rank: int) -> None:
-        """The job is the next of a rank's comm stream; with the last that it needs, it begins."""
-        if job in self._done:  # a rank that only receives comes to it late
-            self._leave(now, job, rank)
-        elif rank in self._needed(job):
-            self._waiting[job] += 1
-            if self._waiting[job] == len(self._needed(job)):
-                del self._waiting[job]
-                self._begin(now, job)
-
-    def _needed(self, job: Job) -> tuple[int, ...]:
-        """Returns the ranks without which a job cannot begin."""
-        collective = self._reductions[job.number]
-        # The owner posts its receive when a step begins, before its own gradient is complete.
-        is_sent = self._costs_of(job).kind == "send" and not job.is_sync
-        return (collective.ranks[1:] if is_sent else ()) or collective.ranks
-
-    def _leave(self, now: float, job: Job, rank: int) -> None:
-        """Ends a job on the comm stream of a rank, which goes on with the next one."""
-        queue = self._queues[rank, self._reductions[job.number].comm_stream]
-        if queue and queue[0] == job:
+    def _stream(self, now: float, queue: deque[Job], rank: int) -> Process:
+        """Runs the jobs of a comm stream of a rank, one after the other."""
+        while queue:
+            job = queue[0]
+            ranks = self._reductions[job.number].ranks
+            # The owner posts its receive when a step begins, before its own gradient is complete.
+            is_sent = self._costs_of(job).kind == "send" and not job.is_sync
+            needed = (ranks[1:] if is_sent else ()) or ranks
+            # A rank that only receives comes to it late, perhaps when it has ended.
+            if job not in self._done and rank in needed:
+                self._waiting[job] += 1
+                if self._waiting[job] == len(needed):
+                    del self._waiting[job]
+                    self._events.start(self._run(now, job))
+            if job not in self._done:
+                now = yield job
             queue.popleft()
-            if queue:
-                self._reach(now, queue[0], rank)
 
-    def _begin(self, now: float, job: Job) -> None:
-        costs = self._costs_of(job)
+    def _run(self, now: float, job: Job) -> Process:
+        costs, begin = self._costs_of(job), now
         fixed = costs.sync_seconds if job.is_sync else costs.seconds
-        rounds = deque[list[Flow]]() if fixed > 0 else self._rounds_of(job)
-        if not rounds:
-            self._events.at(now + fixed, self._end, job, now)
-            return
-        self._rounds[job] = rounds
-        self._begin_round(now, job, now)
-
-    def _begin_round(self, now: float, job: Job, begin: float) -> None:
-        if not self._rounds[job]:
-            del self._rounds[job]
-            self._end(now, job, begin)
-            return
-        flows = self._rounds[job].popleft()
-        self._flows[job] = len(flows)
-        for source, target, num_bytes in flows:
-            then = partial(self._end_flow, job=job, flows=flows, begin=begin)
-            self._network.begin(now, source, target, num_bytes, then)
-
-    def _end_flow(self, now: float, job: Job, flows: list[Flow], begin: float) -> None:
-        self._flows[job] -= 1
-        if self._flows[job] == 0:
-            del self._flows[job]
-            there = now + self._latency(job, flows)
-            self._events.at(there, self._begin_round, job, begin)
-
-    def _end(self, now: float, job: Job, begin: float) -> None:
-        collective = self._reductions[job.number]
+        for ends in self._rounds_of(job) if fixed <= 0 else ():
+            flows = [self._network.begin(now, *own) for own in ends]
+            for flow in flows:
+                if not flow.has_ended:
+                    now = yield flow
+            now = yield now + self._latency(job, ends)
+        now = yield now + fixed
         self._done.add(job)
         kind: SpanKind = "parameter sync" if job.is_sync else "reduction"
-        for rank in collective.ranks:
-            self._recording.collective(rank, kind, begin, now, step=job.step, number=job.number)
-        for rank in collective.ranks:
-            self._leave(now, job, rank)
-        self._events.wake(now, job.event)
+        for rank in self._reductions[job.number].ranks:
+            self._recording.collective(
+                kind, begin, now, rank=rank, step=job.step, number=job.number
+            )
+        self._events.wake(now, job)
 
-    def _rounds_of(self, job: Job) -> deque[list[Flow]]:
+    def _rounds_of(self, job: Job) -> list[list[Ends]]:
         """Returns what is sent: flows of one round are on their way at once.
 
         What is sent to an owner goes from rank to rank, from the last one to the first, and its
@@ -270,9 +220,9 @@ class Collectives:
             share = (costs.num_ranks - 1) / costs.num_ranks
             around = share * num_bytes * (1 if job.is_sync else _RINGS.get(costs.kind, 0))
             rounds = [[(a, b, around) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]]
-        return deque(flows for flows in rounds if flows[0][2] > 0)
+        return [flows for flows in rounds if flows[0][2] > 0]
 
-    def _latency(self, job: Job, flows: list[Flow]) -> float:
+    def _latency(self, job: Job, flows: list[Ends]) -> float:
         """Returns the latency of a round: that of its slowest link, for each message in a row."""
         costs = self._costs_of(job)
         network = self._costs.network

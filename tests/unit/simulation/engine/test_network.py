@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegrad.simulation.costs import LinkCosts, Network
-from pipegrad.simulation.engine.flows import Events, FairNetwork, Flow, fair_rates
+from pipegrad.simulation.engine.flows import Events, FairNetwork, Flow, Process, fair_rates
 
 RATE = 12.0
 
 
 def flow(source: int, target: int, limit: float = math.inf) -> Flow:
-    return Flow(1.0, limit, ((0, source), (1, target)), 0.0, lambda _: None)
+    return Flow(1.0, limit, ((0, source), (1, target)), 0.0)
 
 
 def rates(*flows: Flow, weights: Sequence[float] = ()) -> list[float]:
@@ -43,18 +43,26 @@ def test_known_shares() -> None:
     assert rates(flow(0, 1), flow(0, 2), flow(3, 2), weights=[3, 1, 1]) == [9, 3, 9]
 
 
+def sent(network: FairNetwork, ended: dict[int, float], number: int, *what: float) -> Process:
+    """Sends as the process of a message does: from when on, from where, to where, how much."""
+    begin, source, target, num_bytes = what
+    now = yield begin
+    ended[number] = yield network.begin(now, int(source), int(target), num_bytes)
+
+
+def ends_of(network: Network, *specs: tuple[float, int, int, float]) -> list[float]:
+    """Returns when flows end."""
+    events, ended = Events(), dict[int, float]()
+    shared = FairNetwork(network, events)
+    for number, what in enumerate(specs):
+        events.start(sent(shared, ended, number, *what))
+    events.run()
+    return [ended[number] for number in range(len(specs))]
+
+
 def ends(*specs: tuple[int, int, float]) -> list[float]:
     """Returns when flows end that all begin at 0."""
-    events, ended = Events(), [0.0] * len(specs)
-    network = FairNetwork(Network(RATE), events)
-    for number, (source, target, num_bytes) in enumerate(specs):
-
-        def end(then: float, number: int = number) -> None:
-            ended[number] = then
-
-        events.at(0.0, network.begin, source, target, num_bytes, end)
-    events.run()
-    return ended
+    return ends_of(Network(RATE), *((0.0, *spec) for spec in specs))
 
 
 def test_a_longer_round_trip_gets_less() -> None:
@@ -100,23 +108,13 @@ def test_every_byte_leaves_in_time(
     specs: list[tuple[tuple[int, int, float], float, float]],
 ) -> None:
     """Flows that begin and end at any time take as long as their bytes at full rate, or longer."""
-    events, ended = Events(), dict[int, float]()
     links = tuple(
         LinkCosts(source, target, 0.0, limit)
         for (source, target), limit in {(s, t): limit for (s, t, limit), _, _ in specs}.items()
     )
-    network = FairNetwork(Network(RATE, links=links), events)
-    for number, ((source, target, _), begin, num_bytes) in enumerate(specs):
-
-        def begins(now: float, *what: float, number: int = number) -> None:
-            def end(then: float) -> None:
-                ended[number] = then
-
-            network.begin(now, int(what[0]), int(what[1]), what[2], end)
-
-        events.at(begin, begins, source, target, num_bytes)
-    events.run()
-    assert len(ended) == len(specs)
+    ended = ends_of(
+        Network(RATE, links=links), *((begin, s, t, size) for (s, t, _), begin, size in specs)
+    )
     for number, (_, begin, num_bytes) in enumerate(specs):
         assert ended[number] >= begin + num_bytes / RATE - 1e-9
     # All flows at once are no faster than a NIC for each sender.
@@ -130,12 +128,8 @@ def test_every_byte_leaves_in_time(
 
 def test_a_long_chain_is_computed_piece_by_piece() -> None:
     """100 hosts in a row send to their neighbours: no NIC does more than it can, or rests."""
-    events, ended = Events(), list[float]()
-    network = FairNetwork(Network(RATE), events)
-    for host in range(99):
-        events.at(0.0, lambda now, a: network.begin(now, a, a + 1, 12.0, ended.append), host)
-        events.at(0.0, lambda now, a: network.begin(now, a + 1, a, 12.0, ended.append), host)
-    events.run()
+    hops = ((a, a + 1) for a in range(99))
+    ended = ends(*((*ends, 12.0) for a, b in hops for ends in ((a, b), (b, a))))
     # A host in the middle sends two messages, which take 1 s each alone. Messages of the hosts at
     # both ends have shorter round trips. What they leave moves inwards, and is lost where NICs are
     # computed piece by piece.
