@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # torch takes seconds to import: a command imports what it needs when it runs.
 
 
-class _InWords(click.ParamType):
+class _InWords(click.ParamType):  # type: ignore[type-arg, unused-ignore] # click 8.3 made it generic
     """A finite number in a range; anything else is refused in a sentence."""
 
     expected: str

@@ -256,9 +256,10 @@ def _packed(value: Any, caches: Sequence[Any], tensors: list[Tensor] | None = No
 def _unpacked(packed: Any, *, caches: Sequence[Any], link: Link, rank: int) -> Any:
     """Returns what `_packed` was given, with tensors that a rank sends, or that have a shape."""
     opened = partial(_unpacked, caches=caches, link=link, rank=rank)
+    value: Any
     match packed:
         case "tensor", shape, dtype:
-            value: Any = link.tensor(shape, dtype, rank)
+            value = link.tensor(shape, dtype, rank)
         case "shape", shape, dtype, None:
             value = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Elsewhere)
         case "shape", shape, dtype, number:
@@ -273,8 +274,8 @@ def _unpacked(packed: Any, *, caches: Sequence[Any], link: Link, rank: int) -> A
             value = caches[number]
         case "device", _:
             value = torch.device("meta")
-        case _, value:
-            pass
+        case _:
+            _, value = packed
     return value
 
 
