@@ -176,8 +176,8 @@ class Cutter:
     ) -> Cut:
         """Returns a model of transformers cut into stages, with initial values.
 
-        Each rank makes values for its own stages alone. They depend on the seed, but not on the
-        cut, and are not those of ``torch.manual_seed``.
+        Each rank makes values for its own stages alone. They depend on the seed and the names of
+        parameters, but not on the cut, and are not those of ``torch.manual_seed``.
 
         Args:
             config: A configuration of transformers, or the path of a ``config.json``.

@@ -129,8 +129,8 @@ def start_stages(
 ) -> None:
     """Gives the stages of this rank initial values, by the model's own rules. All ranks call.
 
-    The values of a tensor depend on the seed and the model: not on the cut, the rank or the
-    device. So tied tensors on different stages are the same. They are not the
+    The values of a tensor depend on the seed and its name alone: not on the cut, the rank, the
+    device or other tensors. So tied tensors on different stages are the same. They are not the
     values that transformers draws after ``torch.manual_seed``.
 
     Args:
