@@ -211,8 +211,15 @@ def test_draws_by_other_modules_do_not_depend_on_the_cut() -> None:
             if isinstance(module, nn.Linear):
                 nn.init.orthogonal_(module.weight)
 
+    class Truncated(type(FAMILIES["llama"].model())):  # type: ignore[misc]
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):  # as often as values ask for, and never without
+                nn.init.trunc_normal_(module.weight)
+            else:
+                super()._init_weights(module)
+
     wholes = []
-    for name, kind in (("gpt2", Odd), ("llama", Orthogonal)):
+    for name, kind in (("gpt2", Odd), ("llama", Orthogonal), ("llama", Truncated)):
         family = FAMILIES[name]
         config = family.model(tie_word_embeddings=name == "gpt2").config
         whole, model = meta_model(config, kind=kind), meta_model(config, kind=kind)
