@@ -29,7 +29,7 @@ from pipegrad import run_files
 from pipegrad.checkpoint.folders import INDEX, UNFINISHED, step_of
 from pipegrad.errors import CheckpointError, reason
 from pipegrad.limits import MOST_NUMBER
-from pipegrad.printable import printable
+from pipegrad.printable import printable, shortened
 
 VERSION = 1  # what a later version changes if this one would read it wrongly
 _READ_BYTES = 16 * 2**20
@@ -297,8 +297,9 @@ def _parsed(content: bytes) -> Index:
         head: Any = run_files.parsed_json(match[2])
         if head["version"] != VERSION:
             raise CheckpointError(
-                f"has version {head['version']!r}, which this version of pipegrad cannot read: "
-                f"take pipegrad {printable(str(head['pipegrad']))}, which wrote it"
+                f"has version {shortened(repr(head['version']))}, which this version of pipegrad "
+                f"cannot read: take pipegrad {shortened(printable(str(head['pipegrad'])))}, which "
+                f"wrote it"
             )
         index = Index.model_validate_json(match[2])
         index.check()
