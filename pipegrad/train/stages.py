@@ -81,7 +81,8 @@ def build_stages(
 
 def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer | None) -> Cut:
     """Makes and cuts the model on every rank."""
-    config, example = job.config, None
+    config = job.config
+    example: Tensor | None = None
     uncut = job.model() if config.model.is_transformers else None
     inputs = None if feed.pair is None else feed.pair[0]
     if uncut is None and job.dataset is not None and isinstance(inputs, Tensor):
@@ -158,7 +159,7 @@ def try_out(
 
     replies = agree("trying the model out", evaluate, timeout_seconds=_PREPARE_SECONDS)
     for _, words in sorted(reply for reply in replies if reply[1]):
-        job.config.refuse("model", words)
+        job.config.refuse("model", " ".join(words.split()))  # one line
     for layer, name, buffer, before in buffers:
         setattr(layer, name, buffer)
         if not same_bits(buffer, before):  # one that is expanded cannot be written
