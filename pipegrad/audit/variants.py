@@ -61,15 +61,15 @@ class _Change:
         what: Name of what has these norms.
         one: By how much it changes one process; None if that is not known.
         pipeline: By how much it changes the pipeline.
-        lost: Places that change in one process alone, and by how much there.
-        added: Places that change in the pipeline alone, and by how much.
+        lost: Places that change in one process alone.
+        added: Places that change in the pipeline alone.
     """
 
     what: str
     one: float | None
     pipeline: float
-    lost: tuple[Sequence[Where], float]
-    added: tuple[Sequence[Where], float]
+    lost: Sequence[Where]
+    added: Sequence[Where]
 
 
 def compared(
@@ -94,7 +94,7 @@ def compared(
         _change("dropout", {_NOWHERE: Size(0.0, 0.0)}, {_NOWHERE: drops}),
     )
     changes = [change for change in every if change is not None]
-    alone = [change for change in changes if change.lost[0] or change.added[0]]
+    alone = [change for change in changes if change.lost or change.added]
     known = {without_numbers(finding.cause) for finding in findings[0]}
     new = [finding for finding in findings[1] if without_numbers(finding.cause) not in known]
     if not changes:
@@ -104,13 +104,13 @@ def compared(
     first = next(iter(alone), changes[0])
     result = [finding for change in alone for finding in _one_sided(name, change)]
     if alone:  # what is lost makes other gradients and norms wrong, too
-        lost = {place[1] for change in alone for place in (*change.lost[0], *change.added[0])}
+        lost = {place[1] for change in alone for place in (*change.lost, *change.added)}
         new = [f for f in new if f.cause != NOT_KNOWN.words and not lost.issuperset(f.names)]
     own = "" if first.one is None else f"one process's {first.what} by {first.one:.2g}, "
     amount = f"the option changes {own}the pipeline's by {first.pipeline:.2g}"
     result += [replace(f, cause=f"{name}: {f.cause}", details=(*f.details, amount)) for f in new]
     if alone:
-        words = "lost in the pipeline" if first.lost[0] else "in the pipeline alone"
+        words = "lost in the pipeline" if first.lost else "in the pipeline alone"
     elif first.one is None:
         words = "not compared: give the audit `optimizer`"
     elif result:
@@ -124,12 +124,14 @@ def compared(
 
 def _one_sided(name: str, change: _Change) -> Iterator[Finding]:
     """Yields what changes in one process alone, or in the pipeline alone."""
-    what, (lost, lost_by), (added, added_by) = change.what, change.lost, change.added
-    some = " on these ranks" if change.pipeline >= _SMALL * (change.one or 0.0) else ""
-    others = " in these parameters" if change.one else ""
-    of_one = f"one process's {what} by {lost_by:.2g}, and the pipeline's not at all{some}"
-    of_pipeline = f"the pipeline's {what} by {added_by:.2g}, and one process's not at all{others}"
-    for places, words in ((lost, of_one), (added, of_pipeline)):
+    what, one = change.what, change.one or 0.0
+    some = " on these ranks" if change.pipeline >= _SMALL * one else ""
+    others = " in these parameters" if one else ""
+    of_one = f"one process's {what} by {one:.2g}, and the pipeline's not at all{some}"
+    of_pipeline = (
+        f"the pipeline's {what} by {change.pipeline:.2g}, and one process's not at all{others}"
+    )
+    for places, words in ((change.lost, of_one), (change.added, of_pipeline)):
         if places:
             names = tuple(dict.fromkeys(place[1] for place in places if place[1]))
             ranks = tuple(sorted({rank for place in places for rank in place[2]}))
@@ -145,24 +147,18 @@ def _change(what: str, usual: Sizes, changed: Sizes) -> _Change | None:
     ones = list(zip([x.one or 0.0 for x in before], [x.one or 0.0 for x in after], strict=True))
     owns = list(zip([x.pipeline for x in before], [x.pipeline for x in after], strict=True))
     least = _SMALL * math.hypot(*(x for x, _ in ones if is_known), *(x for x, _ in owns))
-    lost, added, is_there = list[int](), list[int](), False
-    for index in range(len(places)):
+    lost, added, is_there = list[Where](), list[Where](), False
+    for index, place in enumerate(places):
         allowed = max(before[index].allowed, after[index].allowed)
         one, own = (abs(y - x) / (max(x, y, least) or 1.0) for x, y in (ones[index], owns[index]))
         is_there |= own > allowed or (is_known and one > allowed)
         if is_known and one > _SURE * allowed and own <= allowed:
-            lost.append(index)
+            lost.append(place)
         elif is_known and own > _SURE * allowed and one <= allowed:
-            added.append(index)
+            added.append(place)
     if not is_there:
         return None
-    return _Change(
-        what,
-        _amount(ones) if is_known else None,
-        _amount(owns),
-        ([places[index] for index in lost], _amount([ones[index] for index in lost])),
-        ([places[index] for index in added], _amount([owns[index] for index in added])),
-    )
+    return _Change(what, _amount(ones) if is_known else None, _amount(owns), lost, added)
 
 
 def _amount(pairs: Sequence[tuple[float, float]]) -> float:
