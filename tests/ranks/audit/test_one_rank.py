@@ -128,7 +128,7 @@ def scaled_weights(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def noise(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
     """Adds numbers that no seed determines."""
     own = torch.Generator().manual_seed(time.perf_counter_ns())
-    return output + 1e-5 * torch.randn(output.shape, generator=own)
+    return output + 2e-5 * torch.randn(output.shape, generator=own)
 
 
 def normed() -> nn.Sequential:
