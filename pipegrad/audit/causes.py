@@ -123,7 +123,8 @@ def explained(fitting: Sequence[tuple[Fit, Place]], tolerance: float) -> Explana
         (said, fit, place.use)
         for fit, place in fitting
         for said in _readings(fit, place, close, exact)
-        if said and (fit.is_sure or _is_known(said))
+        # Any hypothesis makes few elements, so by chance one has a known scale.
+        if said and (fit.is_sure or (_is_known(said) and not fit.hypothesis.num_defects))
     ]
     if not every:
         return Explanation([NOT_KNOWN])

@@ -278,6 +278,7 @@ class Judge:
                 findings.append(Finding(*_NOT_FINITE, (entry.name,), entry.ranks))
         parts = truth.parts(list({one.entry.name for one in finite})) if finite else {}
         found = {one.entry.key: self._fits(one, parts[one.entry.name], truth) for one in finite}
+        found = {key: (_shared(key, found), least) for key, (_, least) in found.items()}
         chosen = {
             one.entry.key: explained(
                 [(fit, places[one.entry.key]) for fit in found[one.entry.key][0]], one.allowed
@@ -305,7 +306,7 @@ class Judge:
             said.append((entry, explained(fitting, one.allowed)))
         summed = _not_summed(finite, truth)
         # Numbers that nothing explains follow from other values beside them.
-        others = {e.ranks for e, why in said if why.fit is None and e.name not in summed}
+        others = {e.ranks for e, _ in said if not found[e.key][0] and e.name not in summed}
         for entry, why in said:
             causes, details = why.causes, tuple[str, ...]()
             if not why.is_known and entry.name in summed:
@@ -329,6 +330,23 @@ class Judge:
             entry.replicas,
             None if before is None else sampled(before),
         )
+
+
+def _shared(key: Key, found: Mapping[Key, tuple[list[Fit], float]]) -> list[Fit]:
+    """Returns the fits of a gradient; those that a larger one of its ranks has are sure, too."""
+    sure = [fit for other, (own, _) in found.items() if other[1] == key[1] for fit in own]
+    sure = [fit for fit in sure if fit.is_sure]
+    return [
+        replace(fit, is_sure=fit.is_sure or any(_is_alike(fit, other) for other in sure))
+        for fit in found[key][0]
+    ]
+
+
+def _is_alike(fit: Fit, other: Fit) -> bool:
+    pairs = zip(fit.scales, other.scales, strict=False)
+    return fit.hypothesis == other.hypothesis and all(
+        math.isclose(a, b, rel_tol=_ALIKE, abs_tol=_NONE) for a, b in pairs
+    )
 
 
 def _fits_of_uses(

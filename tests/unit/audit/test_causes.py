@@ -139,6 +139,7 @@ def test_a_known_cause_is_said_before_a_number_and_without_any_none_is_known() -
     # Any hypothesis makes one element, so its scale must be known.
     assert found(1.7, is_sure=False) == [NOT_KNOWN]
     assert TIMES in found(3.0, is_sure=False)[0].words
+    assert found(3.0, is_sure=False, **THIRD) == [NOT_KNOWN]
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
