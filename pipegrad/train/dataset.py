@@ -221,7 +221,7 @@ def pair_of(batch: object, *, is_named: bool = False) -> Pair:
         TypeError: If it is anything else.
         ValueError: If numbers of rows or dimensions do not fit.
     """
-    given: Any = default_convert(batch)  # type: ignore[no-untyped-call]
+    given: Any = default_convert(batch)
     if isinstance(given, Tensor):
         given = [given]
     if isinstance(given, Sequence) and 1 <= len(given) <= 2:
