@@ -27,7 +27,7 @@ def written(folder: Path, tensors: Mapping[str, Tensor], **head: Any) -> Path:
     partial = unfinished(folder)
     partial.mkdir(parents=True)
     file, begins = write(partial / RANK_0, tensors)
-    rows = {
+    rows: Any = {
         key: {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": tuple(tensor.shape),

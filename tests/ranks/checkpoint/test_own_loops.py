@@ -47,6 +47,7 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift: Tensor
         self.register_buffer("shift", torch.randn(6))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def trained(folder: Path, layout: Layout, options: dict[str, Any]) -> list[float
 
 def went_on(folder: Path, layout: Layout, options: dict[str, Any], end: str) -> list[float]:
     loop = Loop(layout, **options)
-    resumed = checkpoint.resume(folder / f"checkpoint-{STOP}", loop.state)
+    resumed: Any = checkpoint.resume(folder / f"checkpoint-{STOP}", loop.state)
     assert resumed == (STOP, {"seed": "0"}, ())
     losses = loop.steps(resumed.step, STEPS)
     saver = checkpoint.Saver(loop.state)
@@ -250,7 +251,7 @@ def saved_by_torch(folder: Path) -> list[float]:
     loop.scheduler.sync.wait_parameters()
     [module] = loop.scheduler.sync.modules.values()
     state = {"model": module.state_dict(), "optimizer": loop.optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=folder / "of torch")
+    dcp.state_dict_saver.save(state, checkpoint_id=folder / "of torch")
     return loop.steps(STOP, STEPS)
 
 

@@ -82,7 +82,7 @@ def test_any_layout_reads_what_any_other_wrote(
     parts = [place.part(flat, first) for place, first, flat in layout()]
     file, begins = files.write(folder / RANK_0, {str(i): p.values for i, p in enumerate(parts)})
     slices = [(p.ranges[0], RANK_0, begins[str(i)]) for i, p in enumerate(parts) if p.ranges]
-    tensor = {"dtype": "int64", "shape": tuple(shape), "slices": slices}
+    tensor: Any = {"dtype": "int64", "shape": tuple(shape), "slices": slices}
     head: dict[str, Any] = {"step": 1, "layout": [], "run": {}, "tied": {}}
     index = Index(**head, files={RANK_0: file}, tensors={"key": tensor})
     (folder / INDEX).write_bytes(index.sealed())
