@@ -110,7 +110,7 @@ def test_metrics_are_a_line_a_step(folder: Path) -> None:
 
 @pytest.mark.usefixtures("said")
 def test_checkpoints_are_in_the_runs_folder(folder: Path) -> None:
-    saved = sorted(path.parent.name for path in (folder / "saved").glob("*/.metadata"))
+    saved = sorted(path.parent.name for path in (folder / "saved").glob("*/index.json"))
     assert saved == ["checkpoint-10", "checkpoint-12"]  # the two newest
     assert [path.name for path in (folder / "runs" / "run").glob("check*")] == ["checkpoint-12"]
 
