@@ -5,9 +5,10 @@ on. `files` knows the bytes of a checkpoint and `folders` its names. `resuming` 
 `exporting` makes the uncut model of a checkpoint.
 """
 
-from pipegrad.checkpoint.exporting import export as export
-from pipegrad.checkpoint.exporting import load as load
-from pipegrad.checkpoint.folders import newest as newest
-from pipegrad.checkpoint.resuming import resume as resume
-from pipegrad.checkpoint.saving import Saver as Saver
-from pipegrad.checkpoint.state import State as State
+from pipegrad.checkpoint.exporting import export, load
+from pipegrad.checkpoint.folders import newest
+from pipegrad.checkpoint.resuming import resume
+from pipegrad.checkpoint.saving import Saver
+from pipegrad.checkpoint.state import State
+
+__all__ = ["Saver", "State", "export", "load", "newest", "resume"]

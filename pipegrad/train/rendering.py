@@ -219,7 +219,7 @@ def rendered_explanation(explanation: Explanation) -> Iterator[RenderableType]:
     yield sentence(explanation)
     yield table(breakdown.columns(), breakdown.rows(), _ROWS)
     if len(breakdown.ranks) > _ROWS:
-        yield "--json prints all ranks"
+        yield f"{_ROWS} of {len(breakdown.ranks)} ranks; --json prints all"
     yield (
         f"step {breakdown.step} took {in_time(breakdown.seconds)}. What decided when it ended: "
         f"{explanation.path}"

@@ -59,7 +59,7 @@ def resume(
             kept.restore(resumed.step)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"{folder} has a learning rate of another kind: {error!r}"
+                f"{folder} has another kind of state of 'update': {error!r}"
             ) from error
 
     try:

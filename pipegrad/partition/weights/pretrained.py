@@ -375,7 +375,7 @@ def _stored_values(
     tensors = tensors_by_name(target)
     for name in sorted(state.keys() - info.missing_keys, key=lambda name: first[name] != name):
         value = found.setdefault(first[name], tensors[name])
-        if not torch.equal(value, tensors[name]):
+        if value is not tensors[name] and not torch.equal(value, tensors[name]):
             raise WeightsError(
                 f"{folder} has different values for {first[name]} and {name}, which are tied in "
                 f"the model; set tie_word_embeddings to false in config.json"

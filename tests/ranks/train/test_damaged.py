@@ -128,12 +128,12 @@ def save_runs(job: Path) -> None:
     if dist.get_rank() == 0:
         folder = job.parent
         for path in (
-            *(f"run/checkpoint-{n}" for n in (1, 3, "4.partial")),
+            *(f"run/checkpoint-{n}" for n in (0, 1, "4.partial")),
             "run without/checkpoint-2",
             "renamed/checkpoint-100",
         ):
             shutil.copytree(folder / "whole", folder / path)
-        flip_piece(folder / "run/checkpoint-3", "model.0.weight")
+        flip_piece(folder / "run/checkpoint-1", "model.0.weight")
         (folder / "run without/checkpoint-2/index.json").unlink()
         (folder / "renamed/manifest.json").write_text("{}")
     dist.barrier()
@@ -157,7 +157,7 @@ def unreadable(opened: Callable[[Path], object], path: Path) -> object:
 def test_the_newest_checkpoint_of_a_run_is_named_if_it_is_refused(job: Path) -> None:
     save_runs(job)
     said = refusal(job, "train.resume=run")
-    assert "train.resume = 'run': run/checkpoint-3: is damaged: " in said
+    assert "train.resume = 'run': run/checkpoint-1: is damaged: " in said
     assert said.endswith(": restore the files, or take another checkpoint")
     assert "\n" not in said
     renamed = refusal(job, "train.resume=renamed", *SHARDED)
