@@ -97,7 +97,7 @@ def find_checkpoint(path: Path) -> Path:
     """Returns the folder of a checkpoint; of a run's folder, its newest one, as a resume does.
 
     Raises:
-        CheckpointError: If it cannot be read, or the newest one belongs to another user.
+        CheckpointError: If it cannot be read, or the newest one is a link.
     """
     try:
         found = None if (path / INDEX).exists() else newest(path)

@@ -45,7 +45,7 @@ def newest(run: str | Path) -> Path | None:
     If it is damaged, its reader refuses it: nothing older is read in its place.
 
     Raises:
-        PlantedError: If another user has put it there.
+        OSError: If it is a link, or no folder.
     """
     found = next(iter(checkpoints(Path(run))), None)
     if found is not None:

@@ -10,9 +10,7 @@ A new run has a new folder, so no run overwrites another. One job at a time work
    that a launcher starts again go on. A run of another ``train.output`` may have such a name, too.
    Its manifest says so.
 
-In 3 nobody has named the folder. So the run of another user is not taken. If there are only such
-runs, 3 is refused. A checkpoint that is found in the folder of a run belongs to the owner of the
-folder, to this user, or to root; see [Note: who may write there].
+Nobody looks who owns a folder: see docs/trust.md. A link in it is not followed.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ class RunLock:
 
     Raises:
         HeldError: If another process holds it. The message says which.
-        OSError: If there can be no such file, or another user has put something in its place.
+        OSError: If there can be no such file, or something else is in its place.
     """
 
     def __init__(self, folder: Path) -> None:
