@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def install() -> None:
 
     _before(Trainer, "step", _begin_step)
     _before(Transfers, "send", lambda *_: strikes("transfer"))
-    _before(torch, "save", lambda *_: strikes("writing"))
+    _before(zlib, "crc32", lambda *_: strikes("writing"))
     _after(param_sync, "sync_parameters", _change_synced)
     register_optimizer_step_pre_hook(_change_stepped)
 
