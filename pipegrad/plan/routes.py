@@ -72,8 +72,6 @@ def shared_routes(routes: Routes) -> dict[str, Route]:
 NamedReductions = Sequence[tuple[str, Reduction]]
 """Reductions of one rank, each with the name of its handler."""
 
-_ORDER = tuple(Placement)
-
 
 def make_routes(
     manifest: Manifest, topology: Topology, handlers: Sequence[tuple[str, GradientHandler]]
@@ -245,7 +243,8 @@ def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Ro
             f"nothing else can be divided; give the others the placement 'replicate'"
         )
     across = {step: step.spans(topology.pipeline) or step.spans("ranks") for step in steps}
-    order = sorted(steps, key=lambda h: (_ORDER.index(h.placement), across[h], h.axes))
+    placements = [*Placement]  # the order of a route: see there
+    order = sorted(steps, key=lambda h: (placements.index(h.placement), across[h], h.axes))
     for step in order[:-1]:
         # An exchange ends late, by its receive. A later reduction would need its sum earlier.
         if step.is_pair:
