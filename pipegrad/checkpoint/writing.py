@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad import run_files
-from pipegrad.checkpoint.files import Index, Part
-from pipegrad.checkpoint.files import write as write  # noqa: PLC0414 - tests replace it
+from pipegrad.checkpoint.files import Index, Part, write
 from pipegrad.checkpoint.folders import INDEX, publish, unfinished
 from pipegrad.comm import plain
 from pipegrad.errors import CheckpointError, PipegradError

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
-from pipegrad.checkpoint import writing
+from pipegrad.checkpoint import files, writing
 from pipegrad.checkpoint.folders import checkpoints
 from pipegrad.errors import PipegradError
 from pipegrad.train.run import Report, run
@@ -100,7 +100,7 @@ def asked_to_end(number: int, after: int) -> Hook:
 
 def full_disk(step: int) -> Any:
     """Is the disk of rank 1 that is full when a step is saved."""
-    write = writing.write
+    write = files.write
 
     def written(path: Path, *arguments: Any) -> Any:
         if dist.get_rank() == 1 and path.parent.name == f"checkpoint-{step}.partial":
@@ -140,7 +140,7 @@ def check_equal(one: Path, other: Path) -> None:
 
 def test_a_checkpoint_has_the_values_of_its_step_though_the_training_goes_on(folder: Path) -> None:
     """It is written after two more steps have been made; the other one at once."""
-    write, has_come = writing.write, threading.Event()
+    write, has_come = files.write, threading.Event()
 
     def after(_: Trainer, number: int) -> None:
         if number >= 6:
