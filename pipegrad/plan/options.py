@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -16,6 +16,27 @@ from pipegrad.topology import Topology
 STEP_SECONDS = 600.0
 # Comparing copies costs less than 0.1 % of a step then: benchmarks/overhead.
 CHECK_EVERY = 500
+
+# Names of options, whether a value is right, and what is expected.
+_RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        ("bucket_bytes", "check_every"),
+        lambda x: type(x) is int and x >= 0,
+        "a whole number of at least 0",
+    ),
+    (("comm_streams",), lambda x: type(x) is int and x >= 1, "a whole number of at least 1"),
+    (
+        ("step_timeout_seconds",),
+        lambda x: isinstance(x, int | float) and x is not True and x > 0,
+        "a number above 0",
+    ),
+    (
+        ("reduce_dtype", "sum_dtype", "master_dtype"),
+        # torch adds no numbers of eight bits.
+        lambda x: x is None or (getattr(x, "is_floating_point", False) and x.itemsize > 1),
+        "one of floats of at least 16 bits, or None",
+    ),
+)
 
 
 class GradientKeywords(TypedDict, total=False):
@@ -107,23 +128,10 @@ class GradientOptions:
         Raises:
             PlanError: If a value is wrong. It names the option and its value.
         """
-        for name, least in (("bucket_bytes", 0), ("comm_streams", 1), ("check_every", 0)):
-            number = getattr(self, name)
-            if type(number) is not int:
-                raise PlanError(f"{name} is {number!r}, expected a whole number")
-            if number < least:
-                raise PlanError(f"{name}={number} must be at least {least}")
-        seconds: Any = self.step_timeout_seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise PlanError(f"step_timeout_seconds is {seconds!r}, expected a number above 0")
-        for name in ("reduce_dtype", "sum_dtype", "master_dtype"):
-            dtype = getattr(self, name)
-            # torch adds no numbers of eight bits.
-            is_float = getattr(dtype, "is_floating_point", False) and dtype.itemsize > 1
-            if dtype is not None and not is_float:
-                raise PlanError(
-                    f"{name} is {dtype!r}, expected one of floats of at least 16 bits, or None"
-                )
+        for names, is_right, expected in _RULES:
+            for name in names:
+                if not is_right(value := getattr(self, name)):
+                    raise PlanError(f"{name} is {value!r}, expected {expected}")
         for name in ("stage_ticks", "shared_ticks"):
             ticks = getattr(self, name)
             if ticks is not None and len(ticks) != topology.num_stages:

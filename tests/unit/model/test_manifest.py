@@ -142,9 +142,9 @@ def test_arguments_that_one_rank_sees_to_be_wrong(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bucket_bytes": -1}, "bucket_bytes=-1 must be at least 0"),
+        ({"bucket_bytes": -1}, "bucket_bytes is -1, expected a whole number of at least 0"),
         ({"comm_streams": 2.0}, "comm_streams is 2.0, expected a whole number"),
-        ({"comm_streams": 0}, "comm_streams=0 must be at least 1"),
+        ({"comm_streams": 0}, "comm_streams is 0, expected a whole number of at least 1"),
         ({"stage_ticks": (1, 2)}, "stage_ticks has 2 entries for 1 stages"),
         ({"reduce_dtype": torch.int32}, "reduce_dtype is torch.int32, expected one of floats"),
         ({"allow_unsynced": "*.bias"}, r"allow_unsynced is '\*.bias', expected a list"),
