@@ -40,7 +40,6 @@ def check_routes(
     """
     _check_members(routes)
     _check_copies(manifest, topology, routes)
-    _check_regions(routes)
     _check_wrappers(manifest, topology, routes, allow_unsynced)
     _check_shards(manifest, topology, routes)
     _check_ties(manifest, topology, routes, allow_unsynced)
@@ -76,9 +75,10 @@ def _pairs(routes: Routes) -> Iterator[tuple[str, int, ReductionStep, int, int]]
 
 
 def _check_members(routes: Routes) -> None:
-    """All members of a reduction must have it in their routes; otherwise the others would hang."""
-    for key, _, step, rank, member in _pairs(routes):
-        on_member = routes[member].get(key, ())
+    """All members of a reduction must have it in their routes, and the same part before it."""
+    # Otherwise the others would hang, or the reduction would add different shards of one gradient.
+    for key, number, step, rank, member in _pairs(routes):
+        route, on_member = routes[rank][key], routes[member].get(key, ())
         if step not in on_member:
             raise PlanError(
                 f"handler {step.handler!r}: rank {rank} reduces {key!r} by {step} over ranks "
@@ -86,13 +86,6 @@ def _check_members(routes: Routes) -> None:
                 f"{[str(h) for h in on_member] or 'no reduction of it'}; a handler must say the "
                 f"same for every rank of a reduction"
             )
-
-
-def _check_regions(routes: Routes) -> None:
-    """All members of a reduction must have the same part of the gradient before it."""
-    # Otherwise the reduction would add different shards of one gradient.
-    for key, number, step, rank, member in _pairs(routes):
-        route, on_member = routes[rank][key], routes[member][key]
         differ = part_of(on_member, number, member) != part_of(route, number, rank)
         if differ and number < steps_taken(route, rank):
             raise PlanError(
@@ -188,8 +181,7 @@ def _check_shards(manifest: Manifest, topology: Topology, routes: Routes) -> Non
                 f"{subject}, but it is a DTensor, {layout}, on ranks {list(shard.members)}, which "
                 f"reduce it among themselves: it would be reduced twice; {way_out}"
             )
-        shards = {r: manifest.shard(r, key) for r in step.ranks}
-        parts = {r: s and (s.coordinate, s.shape) for r, s in shards.items()}
+        parts = {r: (s := manifest.shard(r, key)) and (s.coordinate, s.shape) for r in step.ranks}
         if len(set(parts.values())) > 1:
             raise PlanError(
                 f"{subject}, where it is a DTensor, {layout}, but these ranks have different "
@@ -229,9 +221,7 @@ def check_sums(buckets: Iterable[Bucket], handlers: Mapping[str, GradientHandler
     Raises:
         PlanError: If there is such a reduction. It names the handler and a parameter.
     """
-    for bucket in buckets:
-        if bucket.sum_dtype == bucket.wire_dtype:
-            continue
+    for bucket in (bucket for bucket in buckets if bucket.sum_dtype != bucket.wire_dtype):
         for step in bucket.route:
             words = f"sum_dtype={bucket.sum_dtype}, but handler {step.handler!r} reduces "
             if handlers[step.handler].leaves == "mean":
@@ -405,11 +395,10 @@ def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module]) -> None:
     parts: list[object] = [loss]
     if isinstance(loss, partial):
         parts = [loss.func, *loss.args, *loss.keywords.values()]
-    held = {id(parameter) for module in modules for parameter in module.parameters()}
+    owners = [getattr(part, "__self__", part) for part in parts]  # of methods
     named = [("of functools.partial", part) for part in parts if isinstance(part, nn.Parameter)]
-    for part in parts:
-        owner = getattr(part, "__self__", part)  # of a method
-        named += owner.named_parameters() if isinstance(owner, nn.Module) else []
+    named += [pair for x in owners if isinstance(x, nn.Module) for pair in x.named_parameters()]
+    held = {id(parameter) for module in modules for parameter in module.parameters()}
     bare = [name for name, p in named if p.requires_grad and id(p) not in held]
     if bare:
         raise PlanError(

@@ -135,8 +135,9 @@ class Plan:
     @cached_property
     def published_bytes(self) -> int:
         """Bytes of parameters that this rank sends or receives in the parameter sync of a step."""
-        buckets = self._bucket
-        return sum(buckets[x.bucket].parameter_nbytes(x.step, self.rank) for x in self.publishes)
+        return sum(
+            self._bucket[x.bucket].parameter_nbytes(x.step, self.rank) for x in self.publishes
+        )
 
     @property
     def chains(self) -> frozenset[tuple[int, ...]]:
@@ -148,8 +149,7 @@ class Plan:
     def launching(self) -> frozenset[str]:
         """Names of the handlers that launch a collective on this rank, or join replicas."""
         steps = (self._bucket[x.bucket].route[x.step] for x in self.launches)
-        joining = {self.independent_by} if self.independent_by else set[str]()
-        return frozenset({step.handler for step in steps} | joining)
+        return frozenset({self.independent_by, *(step.handler for step in steps)} - {""})
 
     @property
     def sharded(self) -> frozenset[str]:
@@ -166,12 +166,13 @@ class Plan:
         return sum(main_range.end - main_range.begin for main_range in self.main_ranges)
 
     def __str__(self) -> str:
-        summary = (
-            f"rank {self.rank}: {len(self.buckets)} buckets, {len(self.launches)} collectives, "
-            f"{self.reduced_bytes / 2**20:.2f} MiB a step; the optimizer steps "
-            f"{self.main_numel:,} of {self.trained_numel:,} elements"
-        )
-        lines = [summary]
+        lines = [
+            (
+                f"rank {self.rank}: {len(self.buckets)} buckets, {len(self.launches)} collectives, "
+                f"{self.reduced_bytes / 2**20:.2f} MiB a step; the optimizer steps "
+                f"{self.main_numel:,} of {self.trained_numel:,} elements"
+            )
+        ]
         if whole := [m.key for m in self.main_ranges if m.key in self.matrices and not m.sharded]:
             lines.append(f"it steps whole: {in_few_words(whole)}")
         for divisor in sorted({divisor for _, divisor in self.divisors}):
@@ -284,8 +285,7 @@ def _plan_of(
     rank, route_of = view.rank, routes[view.rank]
     held = manifest.records(view)
     trained = [record for record in held if record.requires_grad]
-    shards = {record.key: manifest.shard(rank, record.key) for record in held}
-    shapes = {key: shard.shape for key, shard in shards.items() if shard is not None}
+    shapes = {r.key: shard.shape for r in held if (shard := manifest.shard(rank, r.key))}
     local = localised(buckets, route_of, shapes)
     return of_rank(
         rank=rank,
@@ -328,15 +328,18 @@ def _publishes(
     buckets: Iterable[Bucket], view: Topology, routes: Routes, comm_streams: int
 ) -> tuple[Publish, ...]:
     """Orders the parameter syncs of a rank by first use. See [Note: order of publishes]."""
-    publishes = []
-    for bucket in buckets:
-        for number, step in enumerate(bucket.route[: steps_taken(bucket.route, view.rank)]):
-            if step.syncs_parameters:
-                use = _use(bucket, number, view, routes)
-                readers = _readers(bucket, step, [view.rank], view)
-                publishes.append(
-                    Publish(bucket.index, number, bucket.index % comm_streams, use, readers)
-                )
+    publishes = [
+        Publish(
+            bucket.index,
+            number,
+            bucket.index % comm_streams,
+            _use(bucket, number, view, routes),
+            _readers(bucket, step, [view.rank], view),
+        )
+        for bucket in buckets
+        for number, step in enumerate(bucket.route[: steps_taken(bucket.route, view.rank)])
+        if step.syncs_parameters
+    ]
     return tuple(sorted(publishes, key=lambda x: (x.use, -x.step, x.bucket)))
 
 

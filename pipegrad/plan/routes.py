@@ -148,8 +148,7 @@ def _reductions(
 
 
 def _subject(name: str, reduction: Reduction) -> str:
-    key, ranks = reduction.record.key, list(reduction.ranks)
-    return f"handler {name!r} reduces {key!r} over ranks {ranks}"
+    return f"handler {name!r} reduces {reduction.record.key!r} over ranks {list(reduction.ranks)}"
 
 
 def _check_ranks(name: str, reduction: Reduction, rank: int, known: frozenset[int]) -> None:
@@ -203,20 +202,19 @@ def _routes(
 ) -> dict[str, Route]:
     """Returns key -> route on one rank, without reductions over this rank alone.
 
-    `shared_steps` has the steps of all ranks, each once. Thousands of ranks share a step, and
-    comparing an object with itself is fast.
+    `shared_steps` has the steps of all ranks. Thousands of ranks share a step, and the topology
+    gives all of them one tuple of ranks: comparing an object with itself is fast.
     """
     steps: dict[str, list[ReductionStep]] = {r.key: [] for r in manifest.records(topology)}
-    known_steps: dict[tuple[object, ...], ReductionStep] = {}
     for name, reduction in reductions:
         op, placement, exchange = reduction.op, reduction.placement, reduction.exchange
         if len(reduction.ranks) > 1:
             known = (name, op, placement, exchange, id(reduction.ranks))
-            if known not in known_steps:
+            if known not in shared_steps:
                 ranks = tuple(sorted(reduction.ranks))
                 step = ReductionStep(topology.axes_of(ranks), ranks, op, placement, name, exchange)
-                known_steps[known] = shared_steps.setdefault((*known[:-1], ranks), step)
-            steps[reduction.record.key].append(known_steps[known])
+                shared_steps[known] = step
+            steps[reduction.record.key].append(shared_steps[known])
     routes: dict[tuple[int, ...], Route] = {}
     for key, route in steps.items():
         of_steps = tuple(map(id, route))
