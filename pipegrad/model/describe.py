@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from pipegrad.comm.agreement import same
 from pipegrad.errors import PlanError, TopologyError
-from pipegrad.model.dtensor import layout_of, shard_of
+from pipegrad.model.dtensor import described
 from pipegrad.model.main_grad import MainGrad, gradient_dtype
 from pipegrad.model.manifest import Location, Manifest, ParameterEntry, RankManifest
 from pipegrad.model.suspects import fingerprint
@@ -121,6 +121,7 @@ def _entry(
     # To read a parameter of FSDP1 would need a collective. The plan refuses such a stage later, on
     # all ranks.
     digest, constant = (None, None) if wrapper == FSDP1 else fingerprint(parameter)
+    layout, shard = described(parameter)
     return ParameterEntry(
         name=first,
         aliases=tuple(aliases),
@@ -129,12 +130,12 @@ def _entry(
         dtype=parameter.dtype,
         gradient_dtype=gradient_dtype(parameter, main_grad),
         requires_grad=parameter.requires_grad,
-        layout=layout_of(parameter),
+        layout=layout,
         kind=type(owners[0]).__name__,
         tied_in_stage=any(owner is not owners[0] for owner in owners),
         digest=digest,
         constant=constant,
-        shard=shard_of(parameter),
+        shard=shard,
     )
 
 
@@ -176,11 +177,11 @@ def make_manifest(
     ties = declared(tied)
     held_by = [topology.at(rank).local_stages for rank in sorted(topology.ranks)]
     # The same rank of every pipeline holds the same modules: they are described once.
-    described = {
+    of_stages = {
         stages: describe_rank({s: modules[s] for s in stages}, main_grad, {}, ties)
         for stages in sorted(set(held_by))
     }
-    return merge([described[stages] for stages in held_by], topology, ties)
+    return merge([of_stages[stages] for stages in held_by], topology, ties)
 
 
 def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[Tie]) -> Manifest:
@@ -208,8 +209,10 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
     for stage in range(topology.num_stages):
         holders = [rank for rank in by_rank if stage in stages_of[rank]]
         copies = {rank: dict(by_rank[rank].stages).get(stage, ()) for rank in holders}
-        lines = {rank: "\n".join(map(str, entries)) for rank, entries in copies.items()}
-        same(f"the parameters of stage {stage}", lines)
+        same(
+            f"the parameters of stage {stage}",
+            {r: "\n".join(map(str, e)) for r, e in copies.items()},
+        )
         wrapped = {rank: dict(by_rank[rank].wrappers).get(stage, "") for rank in holders}
         same(f"the wrapper of stage {stage}", wrapped)
         stages.append(tuple(map(_merged, zip(*copies.values(), strict=True))))
@@ -233,7 +236,7 @@ def _merged(copies: Sequence[ParameterEntry]) -> ParameterEntry:
     # row. So the largest shard decides.
     shapes = [copy.shard.shape for copy in copies if copy.shard is not None]
     shape = tuple(map(max, zip(*shapes, strict=True)))
-    row_major = tuple(torch.empty(shape, device="meta").stride())
+    row_major = torch.empty(shape, device="meta").stride()
     return replace(entry, shape=shape, stride=row_major, shard=None)
 
 

@@ -76,26 +76,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local()
 
 
-def layout_of(parameter: torch.Tensor) -> Layout | None:
-    """Returns how a parameter lies over ranks; None if it is not a DTensor."""
+def described(parameter: torch.Tensor) -> tuple[Layout, Shard] | tuple[None, None]:
+    """Returns how a DTensor lies over ranks, and this rank's part of it; Nones of other tensors."""
     if not is_dtensor(parameter):
-        return None
+        return None, None
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    return Layout(
+    layout = Layout(
         shape=tuple(parameter.shape),
         mesh=tuple(zip(names, mesh.shape, strict=True)),
         placements=tuple(map(repr, parameter.placements)),
         replicated=tuple(placement.is_replicate() for placement in parameter.placements),
     )
-
-
-def shard_of(parameter: torch.Tensor) -> Shard | None:
-    """Returns this rank's part of a parameter; None if it is not a DTensor."""
-    if not is_dtensor(parameter):
-        return None
-    mesh = parameter.device_mesh
-    return Shard(
+    return layout, Shard(
         shape=tuple(local(parameter).shape),
         coordinate=tuple(mesh.get_coordinate() or ()),
         members=tuple(mesh.mesh.flatten().tolist()),
@@ -126,8 +119,10 @@ def redistribute_gradient(parameter: torch.Tensor) -> None:
     """
     # A backward leaves such a gradient if there was no gradient to add to.
     gradient = parameter.grad
-    if not is_dtensor(parameter) or not is_dtensor(gradient):
-        return
-    if gradient.placements != parameter.placements:
+    if (
+        is_dtensor(parameter)
+        and is_dtensor(gradient)
+        and gradient.placements != parameter.placements
+    ):
         with torch.no_grad():
             parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -41,9 +41,8 @@ def gradients_of(
     parameters: Sequence[nn.Parameter], main_grad: MainGrad | None
 ) -> list[torch.Tensor | None]:
     """Returns the gradients of parameters, wherever they live."""
-    if main_grad is None:
-        return [parameter.grad for parameter in parameters]
-    return [getattr(parameter, "main_grad", None) for parameter in parameters]
+    attribute = "grad" if main_grad is None else "main_grad"
+    return [getattr(parameter, attribute, None) for parameter in parameters]
 
 
 def set_gradients(
@@ -52,13 +51,12 @@ def set_gradients(
     main_grad: MainGrad | None,
 ) -> None:
     """Sets the gradients of parameters, wherever they live."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if main_grad is None:
-            parameter.grad = gradient
-            continue
-        named: Any = parameter
-        named.main_grad = gradient
-        named.grad_added_to_main_grad = False  # fused kernels need the attribute to exist
+    attribute = "grad" if main_grad is None else "main_grad"
+    named: Any
+    for named, gradient in zip(parameters, gradients, strict=True):
+        setattr(named, attribute, gradient)
+        if main_grad is not None:
+            named.grad_added_to_main_grad = False  # fused kernels need the attribute to exist
 
 
 def take_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +35,8 @@ class AllTies(list[Any]):
     """All ties of a model that was known whole: its other parameters may start alike."""
 
 
-class Origin(NamedTuple):
-    """A parameter of the uncut model, by which stages recognise it under any name.
+class SharedNames(list[str]):
+    """The names of one parameter in the uncut model: stages recognise it under any name.
 
     Attributes:
         parameter: A weak reference. A stage that was sliced out of the model holds the parameter.
@@ -46,12 +46,6 @@ class Origin(NamedTuple):
     parameter: weakref.ref[nn.Parameter]
     digest: str | None
 
-
-class SharedNames(list[str]):
-    """A list of the names of one parameter in the uncut model, with its `Origin`."""
-
-    origin: Origin | None = None
-
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)  # in another process it is a list of names
 
@@ -60,14 +54,14 @@ class SharedNames(list[str]):
 class Tie:
     """A declared tie: names on any stages, or pairs of stage and name, are one parameter.
 
-    `traced` is True for a tie of torch's tracer; see [Note: ties of the tracer]. `origin` is set if
+    `traced` is True for a tie of torch's tracer; see [Note: ties of the tracer]. `found` is set if
     `find_tied` has seen the parameter in this process.
     """
 
     names: tuple[str, ...] = ()
     locations: tuple[Location, ...] = ()
     traced: bool = False
-    origin: Origin | None = field(default=None, compare=False, repr=False)
+    found: SharedNames | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return str(list(self.names) if self.names else dict(self.locations))
@@ -100,7 +94,8 @@ def find_tied(model: nn.Module) -> list[list[str]]:
     for group in tied:
         parameter, digest = group[0][1], fingerprint(group[0][1])[0]
         aliases = SharedNames(name for name, _ in group)
-        aliases.origin = Origin(weakref.ref(parameter), digest if times[digest] == 1 else None)
+        aliases.parameter = weakref.ref(parameter)
+        aliases.digest = digest if times[digest] == 1 else None
         ties.append(aliases)
     return ties
 
@@ -135,8 +130,8 @@ def _tie(entry: object) -> Tie:
         return Tie(
             locations=tuple(locations), traced=any(isinstance(stage, str) for stage in entry)
         )
-    origin = entry.origin if isinstance(entry, SharedNames) else None
-    return Tie(names=tuple(plain_name(name) for name in names), origin=origin)
+    found = entry if isinstance(entry, SharedNames) else None
+    return Tie(names=tuple(plain_name(name) for name in names), found=found)
 
 
 def _stage_index(stage: object) -> int:
@@ -163,13 +158,13 @@ LocalName = tuple[Location, str, nn.Parameter]
 
 
 def held(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[set[Location]]:
-    """Returns, for each tie, the locations on this rank that hold its `Origin` or a copy of it."""
+    """Returns, for each tie, the locations on this rank that hold its parameter, or a copy."""
     known: dict[object, set[Location]] = defaultdict(set)  # by identity, and by digest
-    for location, _, parameter in named(modules) if any(tie.origin for tie in ties) else ():
+    for location, _, parameter in named(modules) if any(tie.found for tie in ties) else ():
         known[id(parameter)].add(location)
         known[fingerprint(parameter)[0]].add(location)
     known.pop(None, None)
-    marks = [(id(t.origin.parameter()), t.origin.digest) if t.origin else () for t in ties]
+    marks = [(id(t.found.parameter()), t.found.digest) if t.found else () for t in ties]
     return [{location for mark in of_tie for location in known.get(mark, ())} for of_tie in marks]
 
 
@@ -198,10 +193,10 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
     for location, _, parameter in names:
         by_name[location[1]].append(location)
         by_memory[memory_of(parameter), parameter.requires_grad].append(location)
-    claims = [declared_locations(tie, by_name) for tie in ties]
+    pairs = zip(ties, held(modules, ties), strict=True)
+    claims = [declared_locations(tie, by_name) | same for tie, same in pairs]
     tie_of: dict[Location, Tie] = {}
-    for tie, claim, same in zip(ties, claims, held(modules, ties), strict=True):
-        claim.update(same)
+    for tie, claim in zip(ties, claims, strict=True):
         if tie.traced:
             claim.update(_unlisted_names([by_location[location] for location in claim], names))
         tie_of.update(dict.fromkeys(claim, tie))

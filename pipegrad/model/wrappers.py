@@ -20,6 +20,7 @@ DDP = "DistributedDataParallel"
 FSDP1 = "FullyShardedDataParallel"
 FSDP2 = "FSDPModule"
 _FSDP = "torch.distributed.fsdp"
+_HOMES = {DDP: "torch.nn.parallel", FSDP1: _FSDP, FSDP2: _FSDP}
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -34,13 +35,11 @@ def is_fsdp2(module: object) -> TypeIs[FSDPModule]:
 
 def wrapper_of(stage: nn.Module) -> str:
     """Returns the class name of the first wrapper in a stage that reduces gradients; "" if none."""
-    for module in stage.modules():
-        if isinstance(module, DistributedDataParallel):
-            return DDP
-        for name in (FSDP1, FSDP2):
-            if is_imported_kind(module, _FSDP, name):
-                return name
-    return ""
+    modules = stage.modules()
+    found = (
+        name for m in modules for name, home in _HOMES.items() if is_imported_kind(m, home, name)
+    )
+    return next(found, "")
 
 
 def fsdp_modules(modules: Mapping[int, nn.Module]) -> dict[int, list[FSDPModule]]:

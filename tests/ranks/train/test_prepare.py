@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipegrad.errors import ConfigError
-from pipegrad.model.dtensor import layout_of
+from pipegrad.model.dtensor import described
 from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
 from pipegrad.train.job import Job
@@ -40,7 +40,7 @@ def test_each_rank_holds_its_part_and_the_losses_are_those_of_one_process(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trainer = trainer_of(EXAMPLE, *RUNS[name])
-    layouts = {r.name: layout_of(trainer.sync.parameter(r)) for r in trainer.sync.records()}
+    layouts = {r.name: described(trainer.sync.parameter(r))[0] for r in trainer.sync.records()}
     losses = [trainer.step(number).loss for number in (1, 2, 3)]
     trainer.close()
     sharded = {n for n, layout in layouts.items() if layout and layout.replicated == (False,)}
