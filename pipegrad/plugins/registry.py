@@ -135,8 +135,7 @@ class Registry(Generic[T]):
 
         if isinstance(spec, self.base):
             value = _value(type(spec))
-            made_with = getattr(spec, "made_with", ())
-            return ResolvedPlugin(value, value, plugin=spec, options=made_with)
+            return ResolvedPlugin(value, value, plugin=spec, options=getattr(spec, "made_with", ()))
         # The options are stored as text: ranks compare it, and it is the same in all processes.
         options: dict[str, Any] = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
         if "name" not in options:
@@ -281,8 +280,10 @@ def complaints_of(
     missing = [name for name in needed if name not in options]
     if not unknown and not missing:
         return ""
-    complaints = [f"has no option {option!r}" for option in unknown]
-    complaints += [f"needs the option {option!r}" for option in missing]
+    complaints = (
+        *(f"has no option {option!r}" for option in unknown),
+        *(f"needs the option {option!r}" for option in missing),
+    )
     # The first mistake decides the order of the names: one suggestion is enough for a message.
     closest = closest_first((unknown + missing)[0], allowed)
     return f"{', '.join(complaints)}; allowed, closest first: {closest}"

@@ -19,27 +19,20 @@ from torch import nn
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-def written(value: object) -> str:
+def written(value: object, inside: tuple[int, ...] = ()) -> str:  # noqa: C901, PLR0912 - a table
     """Returns a text of `value`, which is equal on two ranks exactly if the values mean the same.
 
     Plain values have their `repr`. Sets and mappings are sorted. Tensors have a digest of all
     elements, functions their name and code, other objects their class and attributes. The text has
     no address of memory. A module has only its class, since each rank has other stages.
+
+    Args:
+        value: Anything.
+        inside: The ids of the values around it: one that contains itself ends.
     """
-    return _written(value, ())
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Returns a SHA-256 of the bits of all elements, in hexadecimal digits."""
-    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(bits.data).hexdigest()
-
-
-def _written(value: object, inside: tuple[int, ...]) -> str:  # noqa: C901, PLR0912 - a table
-    # `inside` has the ids of the values around this one, so a value that contains itself ends.
     if id(value) in inside:
         return "..."
-    each = partial(_written, inside=(*inside, id(value)))
+    each = partial(written, inside=(*inside, id(value)))
     # The first kind that fits counts, so a more special kind must come before a more general one.
     match value:
         case Mapping():
@@ -72,6 +65,12 @@ def _written(value: object, inside: tuple[int, ...]) -> str:  # noqa: C901, PLR0
         case _:
             text = _ADDRESS.sub("", repr(value))
     return text
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Returns a SHA-256 of the bits of all elements, in hexadecimal digits."""
+    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(bits.data).hexdigest()
 
 
 def _class(value: type | FunctionType) -> str:
