@@ -21,8 +21,6 @@ from pipegrad.comm.uncaught import report_uncaught
 from pipegrad.errors import TopologyError
 
 _Mesh = tuple[str, tuple[tuple[str, int], ...]]  # device type, names and sizes
-# Tables of a topology that do not depend on its rank.
-_TABLES = ("_coordinates", "_rank_at", "_stages_at", "_selections", "_axes_texts")
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[_Mesh, DeviceMesh]] = WeakKeyDictionary()
 
 
@@ -47,6 +45,14 @@ class Topology:
     pipeline: str = "pp"
     data: str | tuple[str, ...] = "dp"
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+    # Ranks of one group ask for it one by one, and a group may have thousands. So its ranks and its
+    # text are kept here, and all views of one topology share them.
+    _groups: dict[tuple[Sequence[int], ...], tuple[int, ...]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    _axes_texts: dict[tuple[int, ...], str] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @classmethod
     def create(
@@ -77,13 +83,7 @@ class Topology:
                 "there is no default process group: call torch.distributed.init_process_group()"
             )
         report_uncaught()
-        num_ranks = dist.get_world_size()
-        if pipeline < 1 or num_ranks % pipeline:
-            raise TopologyError(
-                f"a world of {num_ranks} ranks cannot be cut into pipelines of {pipeline}: "
-                f"choose a pipeline size that divides {num_ranks}"
-            )
-        axes = mesh_axes(num_ranks, pipeline, dimensions or {})
+        axes = mesh_axes(dist.get_world_size(), pipeline, dimensions or {})
         mesh = _mesh_of(device_type or _device_type(), axes)
         return cls.from_mesh(mesh, data=data, stage_to_rank=stage_to_rank)
 
@@ -177,10 +177,8 @@ class Topology:
         """
         if rank not in self._coordinates:
             raise TopologyError(f"rank {rank} is not in the mesh of ranks {self.ranks}")
-        view = copy.copy(self)
-        # These tables are the same for every rank. Plans make many views, so they are shared.
-        tables = {name: getattr(self, name) for name in _TABLES}
-        vars(view).update(tables, rank=rank)
+        view = copy.copy(self)  # plans make many views: they share the tables
+        vars(view)["rank"] = rank
         return view
 
     @property
@@ -191,7 +189,8 @@ class Topology:
     @property
     def local_stages(self) -> tuple[int, ...]:
         """Stages that this rank holds, ascending."""
-        return self._stages_at[self.coordinate(self.pipeline)]
+        here = self.coordinate(self.pipeline)
+        return tuple(stage for stage, at in enumerate(self.stage_to_rank) if at == here)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -272,28 +271,6 @@ class Topology:
         coordinates = itertools.product(*(range(size) for _, size in self.axes))
         return dict(zip(self.ranks, coordinates, strict=True))
 
-    @cached_property
-    def _rank_at(self) -> dict[tuple[int, ...], int]:
-        return {coordinates: rank for rank, coordinates in self._coordinates.items()}
-
-    @cached_property
-    def _stages_at(self) -> tuple[tuple[int, ...], ...]:
-        """For each pipeline coordinate its stages."""
-        stages: list[list[int]] = [[] for _ in range(self.size(self.pipeline))]
-        for stage, coordinate in enumerate(self.stage_to_rank):
-            stages[coordinate].append(stage)
-        return tuple(map(tuple, stages))
-
-    # Ranks of one group ask for it one by one, and a group may have thousands.
-
-    @cached_property
-    def _selections(self) -> dict[tuple[Sequence[int], ...], tuple[int, ...]]:
-        return {}
-
-    @cached_property
-    def _axes_texts(self) -> dict[tuple[int, ...], str]:
-        return {}
-
     def _axis(self, name: str) -> int:
         names = [axis for axis, _ in self.axes]
         if name not in names:
@@ -309,10 +286,12 @@ class Topology:
         spans = tuple(
             selected.get(name, (index,)) for (name, _), index in zip(self.axes, here, strict=True)
         )
-        if spans not in self._selections:
-            coordinates = itertools.product(*spans)
-            self._selections[spans] = tuple(sorted(map(self._rank_at.__getitem__, coordinates)))
-        return self._selections[spans]
+        if spans not in self._groups:
+            places = [0]
+            for (_, size), span in zip(self.axes, spans, strict=True):
+                places = [place * size + index for place in places for index in span]
+            self._groups[spans] = tuple(sorted(self.ranks[place] for place in places))
+        return self._groups[spans]
 
 
 def _names(axis: str | Sequence[str]) -> tuple[str, ...]:
@@ -334,7 +313,7 @@ def mesh_axes(
                 f"and a name other than 'pp' and 'dp'"
             )
     inside = math.prod((pipeline, *dimensions.values()))
-    if world % inside:
+    if inside < 1 or world % inside:
         sizes = {"pp": pipeline, **dimensions}
         raise TopologyError(
             f"a world of {world} ranks cannot be cut into {sizes}: choose sizes whose product, "

@@ -38,8 +38,8 @@ def test_of_a_device_mesh() -> None:
 
 
 WRONGS: list[tuple[Callable[[], Topology], str]] = [
-    (lambda: Topology.create(pipeline=3), "a world of 4 ranks cannot be cut into pipelines of 3: "),
-    (lambda: Topology.create(pipeline=0), "a world of 4 ranks cannot be cut into pipelines of 0: "),
+    (lambda: Topology.create(pipeline=3), "a world of 4 ranks cannot be cut into {'pp': 3}: "),
+    (lambda: Topology.create(pipeline=0), "a world of 4 ranks cannot be cut into {'pp': 0}: "),
     (
         lambda: Topology.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "tp"))),
         "the mesh has no dimension 'pp', only ['a', 'tp']: ",
