@@ -16,17 +16,16 @@ import re
 import secrets
 import shutil
 import stat
-import tempfile
 from contextlib import suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 
-from pipegrad.errors import PipegradError, causes_of, in_words
+from pipegrad.errors import PipegradError, causes_of, in_words, reason
 from pipegrad.limits import MOST_JSON_BYTES, MOST_JSON_CONTAINERS
 
 _TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.partial")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_TRIED_BYTES = 2**20
+_LITTLE_BYTES = 2**20  # the last file may have left some room
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -95,7 +94,7 @@ def parsed_json(content: bytes) -> object:
 
 
 def open_to_change(path: Path, flags: int) -> int:
-    """Opens a file that stays, and makes it if it is not there; returns its number.
+    """Opens a file that stays, or a folder, and follows no link; returns its number.
 
     Args:
         path: Of the file.
@@ -105,7 +104,24 @@ def open_to_change(path: Path, flags: int) -> int:
         PlantedError: If it is a link, or of another kind.
         OSError: If it cannot be opened.
     """
-    return _opened(path, flags | os.O_CREAT)
+    expected = stat.S_IFDIR if flags & os.O_DIRECTORY else stat.S_IFREG
+    try:
+        number = os.open(path, flags | _NO_LINK, 0o666)
+    except OSError:
+        if os.path.lexists(path):  # the system calls a link a loop, and a socket no device
+            _refuse_kind(path, path.lstat().st_mode, expected)
+        raise
+    try:
+        _refuse_kind(path, os.fstat(number).st_mode, expected)
+    except PlantedError:
+        os.close(number)
+        raise
+    return number
+
+
+def _refuse_kind(path: Path, mode: int, expected: int) -> None:
+    if (kind := stat.S_IFMT(mode)) != expected:
+        raise PlantedError(f"{path} is {_KINDS[kind]}, expected {_KINDS[expected]}: remove it")
 
 
 def created(path: Path) -> BufferedWriter:
@@ -116,8 +132,7 @@ def created(path: Path) -> BufferedWriter:
         OSError: If it cannot be made, as FileExistsError.
     """
     refuse_planted(path.parent)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
-    return os.fdopen(os.open(path, flags, 0o666), "wb")
+    return path.open("xb")  # a link of that name is there already, wherever it leads to
 
 
 def replace(path: Path, content: bytes, permissions: int = 0o666) -> None:
@@ -134,10 +149,13 @@ def replace(path: Path, content: bytes, permissions: int = 0o666) -> None:
         PlantedError: If something is there that is no regular file.
         OSError: If the file cannot be written.
     """
-    mode = _mode_of(path)
+    mode = None
+    with suppress(FileNotFoundError):  # one that may not be written is not replaced
+        number = open_to_change(path, os.O_WRONLY)
+        mode = stat.S_IMODE(os.fstat(number).st_mode) & 0o777
+        os.close(number)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK
-    with open(unfinished, "xb", opener=lambda name, _: os.open(name, flags, permissions)) as file:
+    with open(unfinished, "xb", opener=lambda name, how: os.open(name, how, permissions)) as file:
         try:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
@@ -198,7 +216,7 @@ def refuse_planted(folder: Path) -> None:
         PlantedError: If it is a link, or of another kind.
         OSError: If it cannot be read.
     """
-    os.close(_opened(folder, os.O_RDONLY | os.O_DIRECTORY))
+    os.close(open_to_change(folder, os.O_RDONLY | os.O_DIRECTORY))
 
 
 def why_not_written(folder: Path, error: BaseException) -> str:
@@ -207,58 +225,12 @@ def why_not_written(folder: Path, error: BaseException) -> str:
     Call it before what was written there is removed.
     """
     numbered = (one for one in causes_of(error) if getattr(one, "errno", None) is not None)
-    # torch and safetensors write by themselves, and say only that it has failed. So a write of
-    # Python's own finds out why.
-    cause = next(numbered, None) or _tried(folder)
-    words = in_words(error) if cause is None else str(getattr(cause, "strerror", None) or cause)
-    room = ""
+    cause, room = next(numbered, None), ""
+    words = in_words(error) if cause is None else reason(cause)
+    is_full = getattr(cause, "errno", None) in _FULL
     with suppress(OSError):
-        room = f"; {shutil.disk_usage(folder).free:,} bytes are free there"
-    if getattr(cause, "errno", None) in _FULL:
-        return f"the disk is full ({words}{room}): make room"
-    return f"{words}{room}"
-
-
-def _tried(folder: Path) -> OSError | None:
-    """Returns why a new file cannot be written into a folder; None if it can."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_TRIED_BYTES))
-    except OSError as error:
-        return error
-    return None
-
-
-def _opened(path: Path, flags: int) -> int:
-    """Opens a file or a folder that may be used, and follows no link; returns its number."""
-    expected = stat.S_IFDIR if flags & os.O_DIRECTORY else stat.S_IFREG
-    try:
-        number = os.open(path, flags | _NO_LINK, 0o666)
-    except OSError:
-        if os.path.lexists(path):  # the system calls a link a loop, and a socket no device
-            _refuse_kind(path, path.lstat().st_mode, expected)
-        raise
-    try:
-        _refuse_kind(path, os.fstat(number).st_mode, expected)
-    except PlantedError:
-        os.close(number)
-        raise
-    return number
-
-
-def _refuse_kind(path: Path, mode: int, expected: int) -> None:
-    if (kind := stat.S_IFMT(mode)) != expected:
-        raise PlantedError(f"{path} is {_KINDS[kind]}, expected {_KINDS[expected]}: remove it")
-
-
-def _mode_of(path: Path) -> int | None:
-    """Returns the permissions of a file that is replaced; None if there is none."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISREG(mode):
-        raise PlantedError(f"{path} is {_KINDS[stat.S_IFMT(mode)]}, expected a file or nothing")
-    if not os.access(path, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    return stat.S_IMODE(mode) & 0o777
+        free = shutil.disk_usage(folder).free
+        room = f"; {free:,} bytes are free there"
+        # torch and safetensors write by themselves, and say only that it has failed.
+        is_full |= cause is None and free < _LITTLE_BYTES
+    return f"the disk is full ({words}{room}): make room" if is_full else f"{words}{room}"

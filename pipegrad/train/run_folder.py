@@ -74,7 +74,7 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self.notes: tuple[str, ...] = ()
         # A number, and no file object: what forgets this lock does not release it.
-        self._file = run_files.open_to_change(folder / LOCK, os.O_RDWR)
+        self._file = run_files.open_to_change(folder / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -20,7 +20,9 @@ class JsonLines(Reporter):
         # Without a buffer each line is in the file when its step ends. The file of a run that goes
         # on has the rows of the steps before.
         self._lines = os.fdopen(
-            run_files.open_to_change(folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND),
+            run_files.open_to_change(
+                folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            ),
             "ab",
             buffering=0,
         )

@@ -89,7 +89,7 @@ def draw(write: Callable[[list[Timeline], Path], None], name: str) -> Write:
     return lambda run: write([SMALL], run / name)
 
 
-NO_FILE, NO_NEW = " is a symbolic link, expected a file: remove it", "expected a file or nothing"
+NO_FILE = " is a symbolic link, expected a file: remove it"
 # Name of a link, who writes there, and what it is refused with; "" if it is in nobody's way.
 LINKS: list[tuple[str, Write, str]] = [
     ("lock", RunLock, NO_FILE),
@@ -100,15 +100,15 @@ LINKS: list[tuple[str, Write, str]] = [
     ("checkpoint-3.partial", save_in, " is a symbolic link, expected a folder: remove it"),
     ("checkpoint-3.old.partial", save_in, ""),
     ("checkpoint-3", save_in, ""),
-    ("failure.txt", write_failure, NO_NEW),
-    ("tokenizer.json", copy_tokenizer, NO_NEW),
-    ("tokenizer_config.json", copy_tokenizer, NO_NEW),
+    ("failure.txt", write_failure, NO_FILE),
+    ("tokenizer.json", copy_tokenizer, NO_FILE),
+    ("tokenizer_config.json", copy_tokenizer, NO_FILE),
     ("timeline.json.partial", save_timeline, ""),
-    ("timeline.json", save_timeline, NO_NEW),
-    ("costs.json", save_costs, NO_NEW),
-    ("out.html", draw(write_html, "out.html"), NO_NEW),
-    ("out.json", draw(write_perfetto, "out.json"), NO_NEW),
-    ("out.svg", draw(write_figure, "out.svg"), NO_NEW),
+    ("timeline.json", save_timeline, NO_FILE),
+    ("costs.json", save_costs, NO_FILE),
+    ("out.html", draw(write_html, "out.html"), NO_FILE),
+    ("out.json", draw(write_perfetto, "out.json"), NO_FILE),
+    ("out.svg", draw(write_figure, "out.svg"), NO_FILE),
     ("out.partial", export, ""),
     ("out", export, "out is there already: name another file, or remove it"),
 ]
