@@ -101,7 +101,7 @@ class Meetings(OuterOptimizer):
         self._every, self._lr, self._momentum = every, lr, momentum
         self._outer = f"every={every}, lr={lr}, momentum={momentum}"
         self._ranks = sync.topology.ranks_along(sync.plan.independent_axes)
-        # Along these reductions ranks have the same elements. The owner of all of them averages.
+        # Along these reductions ranks have the same elements.
         self._spread = {
             key: [step for step in route if step.placement is Placement.REPLICATE]
             for key, route in sync.plan.routes
@@ -130,19 +130,21 @@ class Meetings(OuterOptimizer):
         Sync: on the current stream.
         """
         tensors_of = self._main_tensors()
-        frozen = [r for r in self._sync.records() if not r.requires_grad]
-        frozen_of = {r.key: _local(self._sync.parameter(r)) for r in frozen}
-        self._send({**tensors_of, **frozen_of}, self._ranks)
+        records = self._sync.records()
+        frozen = {r.key: _local(self._sync.parameter(r)) for r in records if not r.requires_grad}
+        self._send({**tensors_of, **frozen}, self._ranks)
         self._last = self._sync.statistics().steps
+        rank = self._sync.topology.rank
         # An outer step of lr 0.7 is smaller than the inner steps that it averages. In 16 bits most
         # of it would be lost, also if parameters have no more bits.
         self._anchors = {
             key: tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
             for key, tensor in tensors_of.items()
-            if self._averages(key)
+            # Of ranks that have the same elements, the owner averages.
+            if all(rank == along.owner for along in self._spread.get(key, ()))
         }
-        momenta = {key: torch.zeros_like(anchor) for key, anchor in self._anchors.items()}
-        self._momenta = momenta if self._momentum else {}
+        if self._momentum:
+            self._momenta = {key: torch.zeros_like(x) for key, x in self._anchors.items()}
 
     def step(self) -> None:
         """Meets the other replicas.
@@ -217,18 +219,12 @@ class Meetings(OuterOptimizer):
         mains = sorted(self._sync.main_parameters(), key=lambda main: main.record.key)
         return {main.record.key: _local(main.tensor) for main in mains}
 
-    def _averages(self, key: str) -> bool:
-        """Whether this rank averages a parameter that it steps."""
-        rank = self._sync.topology.rank
-        return all(rank == along.owner for along in self._spread.get(key, ()))
-
     def _compare(self) -> None:
         """Refuses anchors that differ between replicas: they would never be equal again."""
         topology, axes = self._sync.topology, self._sync.plan.independent_axes
         # Integers, so the order of additions does not matter. Any bit that flips changes the sum.
-        total = torch.zeros(1, dtype=torch.int64, device=self._sync.device)
-        for anchor in self._anchors.values():
-            total += anchor.reshape(-1).view(torch.int32).sum()
+        words = (anchor.reshape(-1).view(torch.int32).sum() for anchor in self._anchors.values())
+        total = sum(words, torch.zeros(1, dtype=torch.int64, device=self._sync.device))
         sums = self._sync.gather(total).flatten()
         of_rank = dict(zip(sorted(topology.ranks), sums.tolist(), strict=True))
         odd = [r for r, x in of_rank.items() if x != of_rank[topology.at(r).ranks_along(axes)[0]]]
