@@ -58,15 +58,6 @@ class _AuditItem(pytest.Item):
     def runtest(self) -> None:
         _checked(self._target, self._ranks)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:  # noqa: ANN401
-        if isinstance(excinfo.value, pytest.fail.Exception):
-            return str(excinfo.value)
-        from pipegrad.errors import PipegradError
-
-        if isinstance(excinfo.value, PipegradError):
-            return str(excinfo.value)
-        return str(super().repr_failure(excinfo, style))
-
 
 @pytest.fixture
 def audit_pipeline() -> Callable[..., Report]:
@@ -84,9 +75,13 @@ def _checked(
 ) -> Report:
     try:
         from pipegrad.audit.script import Run
+        from pipegrad.errors import PipegradError
     except ImportError as error:  # of an old torch
         pytest.fail(str(error), pytrace=False)
-    report = Run(target, steps, tolerance).in_ranks(ranks)
+    try:
+        report = Run(target, steps, tolerance).in_ranks(ranks)
+    except PipegradError as error:
+        pytest.fail(str(error), pytrace=False)
     if not report.is_right:
         pytest.fail(str(report), pytrace=False)
     return report

@@ -156,5 +156,5 @@ def test_audits_run_in_ranks_of_their_own(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 1, result.stdout + result.stderr
     assert "PASSED ::audit somebodys.py:audited\n" in result.stdout
-    assert "FAILED ::audit somebodys.py:twice - wrong, 1 cause" in result.stdout
+    assert "FAILED ::audit somebodys.py:twice - Failed: wrong, 1 cause" in result.stdout
     assert "the gradient is 2 times too large" in result.stdout
