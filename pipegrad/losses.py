@@ -350,10 +350,7 @@ def by_head(
             slope = options.slope(logits)
             exps = logits.sub_(most[:, None]).exp_()
             by = options.gradient(exps, sums, every, part.start, times, slope=slope)
-            if by_weight.dtype == dtype:  # without a copy
-                torch.mm(by.mT, near, out=by_weight[part])
-            else:
-                by_weight[part] = by.mT @ near
+            by_weight[part] = by.mT @ near
             if by_bias is not None:
                 by_bias[part] = by.sum(0)
             del by, exps, logits, slope  # before the next ones are made
