@@ -20,8 +20,7 @@ from torch import nn
 
 import pipegrad
 from pipegrad.schedules import Schedule
-from pipegrad.simulation.choice import Choice
-from pipegrad.simulation.choose import choose
+from pipegrad.simulation.choose import Choice, choose
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.explain.inferred import costs_of
 from pipegrad.simulation.explain.lookup import Lookup

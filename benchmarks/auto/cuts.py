@@ -22,12 +22,11 @@ from torch import nn
 
 import pipegrad
 from pipegrad.schedules import lower
-from pipegrad.simulation.balance import balanced_seconds
 from pipegrad.simulation.choose import chain_of, cut_at
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.explain.inferred import costs_of
 from pipegrad.simulation.explain.lookup import Lookup
-from pipegrad.simulation.fastest_cut import Begins, fastest_cut
+from pipegrad.simulation.fastest_cut import Begins, balanced_seconds, fastest_cut
 from pipegrad.simulation.simulator import simulate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))

@@ -12,10 +12,9 @@ from unittest.mock import patch
 from pipegrad.schedules import build, lower
 from pipegrad.schedules.program.program import Program
 from pipegrad.simulation import fastest_cut as searched
-from pipegrad.simulation.balance import balanced_seconds
 from pipegrad.simulation.choose import cut_at
 from pipegrad.simulation.costs import Costs, Network, StageCosts
-from pipegrad.simulation.fastest_cut import Begins, fastest_cut
+from pipegrad.simulation.fastest_cut import Begins, balanced_seconds, fastest_cut
 from pipegrad.simulation.simulator import simulate
 
 SCHEDULES = ["1f1b", "eager-1f1b", "zb-h1", "interleaved-1f1b", "zbv"]

@@ -53,15 +53,18 @@ class Pieces(Messages):
         self._asking: defaultdict[Line, list[tuple[int, float, Key]]] = defaultdict(list)
         self._busy: set[Line] = set()
 
-    def _enqueue(self, ready: float, key: Key) -> None:
-        self._events.at(ready, self._wait, key)
+    def ready(self, now: float, key: Key) -> None:
+        if key in self._ready:
+            self._engine.events.at(max(now, self._ready.pop(key)), self._wait, key)
+        else:
+            self._ready[key] = now
 
     def _line(self, key: Key) -> Line:
         source, target = self._edge(key)
-        return (self._costs.host(source),) if self.is_by_nic else (source, target)
+        return (self._engine.costs.network.host(source),) if self.is_by_nic else (source, target)
 
     def _edge(self, key: Key) -> tuple[int, int]:
-        _, _, source, target = self._program.channels[key[1] >> MICROBATCH_BITS]
+        _, _, source, target = self._engine.program.channels[key[1] >> MICROBATCH_BITS]
         return source, target
 
     def _wait(self, now: float, key: Key) -> None:
@@ -79,15 +82,15 @@ class Pieces(Messages):
         self._left[key] -= piece
         if not self._left[key]:
             heapq.heappop(self._asking[line])
-        self._events.start(self._send_piece(now, key, piece))
+        self._engine.events.start(self._send_piece(now, key, piece))
 
     def _send_piece(self, now: float, key: Key, piece: float) -> Process:
         line, is_last = self._line(key), not self._left[key]
-        now = yield self._network.begin(now, *self._edge(key), piece)
+        now = yield self._engine.network.begin(now, *self._edge(key), piece)
         self._busy.remove(line)
         if is_last:
-            there = now + self._costs.link(*self._edge(key)).latency_seconds
-            self._events.at(there, self._arrive, key)
+            there = now + self._engine.costs.network.link(*self._edge(key)).latency_seconds
+            self._engine.events.at(there, self._arrive, key)
         self._next(now, line)
 
 

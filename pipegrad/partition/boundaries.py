@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from pipegrad.errors import TopologyError
-from pipegrad.simulation.balance import Cost, balanced
+from pipegrad.simulation.fastest_cut import Cost, balanced
 
 BY = ("parameters", "time", "memory")
 

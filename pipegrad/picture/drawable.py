@@ -22,13 +22,11 @@ from pipegrad.simulation.timeline import (
     Span,
     SpanKind,
     Timeline,
-    TimeUnit,
     check_timeline,
     in_percent,
     in_time,
 )
 
-_MOST = 2  # timelines in one picture
 _ROUNDING = 1e-9  # of the whole: spans that overlap by less do so because numbers are rounded
 
 
@@ -39,10 +37,11 @@ def check(timelines: object) -> None:
         ScheduleError: If there is none or are more than two, or a timeline has no spans, a rank or
             a kind that does not exist, or a time that is no number.
     """
-    if not isinstance(timelines, Sequence) or not all(isinstance(t, Timeline) for t in timelines):
-        raise ScheduleError("a picture takes a list of one or two timelines, found something else")
-    if not 1 <= len(timelines) <= _MOST:
-        raise ScheduleError(f"a picture shows one or two timelines, found {len(timelines)}")
+    is_list = isinstance(timelines, Sequence) and len(timelines) in (1, 2)
+    if not is_list or not all(isinstance(timeline, Timeline) for timeline in timelines):
+        raise ScheduleError(
+            f"a picture takes a list of one or two timelines, found {timelines!r:.80}"
+        )
     for timeline in timelines:
         try:
             check_timeline(timeline)
@@ -192,64 +191,39 @@ def sentences(timelines: Sequence[Timeline]) -> list[list[str]]:
 
 
 def _about(timelines: Sequence[Timeline], step: int | None) -> list[str]:
-    shown = [
-        (timeline, title, _begin_and_end(timeline, step))
-        for timeline, title in zip(timelines, titles(timelines), strict=True)
-        if step is None or step < len(timeline.step_ends)
-    ]
-    parts = [
-        f"{title}: {in_time(end - begin, timeline.time_unit)}{_each(timeline, step)}; "
-        f"ranks compute in {in_percent(_compute_share(timeline, begin, end))} of the time."
-        for timeline, title, (begin, end) in shown
-    ]
-    if len(shown) > 1:
-        parts.append(_difference(*((t, n, _seconds(t, step)) for t, n, _ in shown)) + ".")
-    return parts
-
-
-def _begin_and_end(timeline: Timeline, step: int | None) -> tuple[float, float]:
-    if step is None:
-        return 0.0, timeline.seconds or max(span.end for span in timeline.spans)
-    return (timeline.step_ends[step - 1] if step else 0.0), timeline.step_ends[step]
-
-
-def _seconds(timeline: Timeline, step: int | None) -> float:
-    """Returns the time of a step, or of a mean one: two runs may have other numbers of steps."""
-    begin, end = _begin_and_end(timeline, step)
-    return (end - begin) / (max(len(timeline.step_ends), 1) if step is None else 1)
-
-
-def _each(timeline: Timeline, step: int | None) -> str:
-    count = len(timeline.step_ends)
-    if step is not None or count < 2:
-        return ""
-    return f" for {count} steps ({in_time(_seconds(timeline, None), timeline.time_unit)} each)"
-
-
-def _compute_share(timeline: Timeline, begin: float, end: float) -> float:
-    computed = sum(
-        max(min(span.end, end) - max(span.begin, begin), 0.0)
-        for span in timeline.spans
-        if span.kind in COMPUTE
-    )
-    return computed / ((end - begin) * timeline.num_ranks) if end > begin else 0.0
+    parts, shown = list[str](), list[tuple[Timeline, str, float]]()
+    for timeline, title in zip(timelines, titles(timelines), strict=True):
+        count, time_unit = len(timeline.step_ends), timeline.time_unit
+        if step is not None and step >= count:
+            continue
+        begin, end = 0.0, timeline.seconds or max(span.end for span in timeline.spans)
+        if step is not None:
+            begin, end = timeline.step(step)
+        # Of all steps together a mean one: two runs may have other numbers of steps.
+        seconds = (end - begin) / (max(count, 1) if step is None else 1)
+        shown.append((timeline, title, seconds))
+        is_several = step is None and count > 1
+        each = f" for {count} steps ({in_time(seconds, time_unit)} each)" if is_several else ""
+        computes = (span for span in timeline.spans if span.kind in COMPUTE)
+        computed = sum(max(min(s.end, end) - max(s.begin, begin), 0.0) for s in computes)
+        share = computed / ((end - begin) * timeline.num_ranks) if end > begin else 0.0
+        length = in_time(end - begin, time_unit)
+        parts.append(f"{title}: {length}{each}; ranks compute in {in_percent(share)} of the time.")
+    return [*parts, _difference(*shown)] if len(shown) > 1 else parts
 
 
 def _difference(first: tuple[Timeline, str, float], second: tuple[Timeline, str, float]) -> str:
     """Returns how step times differ: a prediction from its run, or the second from the first."""
-    if first[0].source == "measured" and second[0].source == "predicted":
+    sources = first[0].source, second[0].source
+    if sources == ("predicted", "measured"):
         first, second = second, first
-    (one, one_title, one_seconds), (other, other_title, other_seconds) = first, second
-    if (one.source, other.source) == ("predicted", "measured"):
-        return _longer("The predicted step", one_seconds, "measured", other_seconds, one.time_unit)
-    subject, base = f"A step of {other_title}", f"one of {one_title}"
-    return _longer(subject, other_seconds, base, one_seconds, one.time_unit)
-
-
-def _longer(subject: str, seconds: float, base_name: str, base: float, time_unit: TimeUnit) -> str:
+    (timeline, base_title, base), (_, title, seconds) = first, second
+    subject, base_name = f"A step of {title}", f"one of {base_title}"
+    if sources[0] != sources[1]:
+        subject, base_name = "The predicted step", "measured"
     gap = seconds - base
     if not base or abs(gap) < _EQUAL * base:
-        return f"{subject} is as long as {base_name}"
+        return f"{subject} is as long as {base_name}."
     than = "longer" if gap > 0 else "shorter"
-    change = f"{in_time(abs(gap), time_unit)} ({in_percent(abs(gap) / base)})"
-    return f"{subject} is {change} {than} than {base_name}"
+    change = f"{in_time(abs(gap), timeline.time_unit)} ({in_percent(abs(gap) / base)})"
+    return f"{subject} is {change} {than} than {base_name}."

@@ -68,18 +68,13 @@ def _page(title: str, reading: str, data: Mapping[str, Any]) -> str:
         "TITLE": html.escape(title),
         "READING": html.escape(reading),
         "STYLE": (folder / "page.css").read_text(encoding="utf-8"),
-        "DATA": _script_safe(data),
+        # No text in it can end it: a label may have ``</script>`` in it.
+        "DATA": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         "SCRIPT": "\n".join(texts.values()),
     }
     # Split first: a title that looks like a mark is text.
     template = (folder / "page.html").read_text(encoding="utf-8").split("%%")
     return "".join(parts[t] if number % 2 else t for number, t in enumerate(template))
-
-
-def _script_safe(data: Mapping[str, Any]) -> str:
-    """Returns JSON that no text in it can end: a label may have ``</script>`` in it."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c")
 
 
 # Columns of a span, in the order in which page/data.js reads them. "gap" is the time since the end

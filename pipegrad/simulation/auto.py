@@ -13,8 +13,7 @@ from pipegrad.errors import ScheduleError
 from pipegrad.schedules.builtin.one_f_one_b import OneForwardOneBackward
 from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.schedule import Schedule
-from pipegrad.simulation.choice import Choice
-from pipegrad.simulation.choose import Spec, check_limit, choose
+from pipegrad.simulation.choose import Choice, Spec, check_limit, choose
 from pipegrad.simulation.costs import Costs, LinkCosts, Network, StageCosts
 
 # Bytes of a value whose size is not known, over a link that takes the measured time for them. Only

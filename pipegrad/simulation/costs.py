@@ -27,9 +27,8 @@ from pipegrad import run_files
 from pipegrad.errors import ScheduleError
 from pipegrad.limits import LEAST_RATE, MOST_NUMBER
 from pipegrad.schedules.program.program import Channel, Link
-from pipegrad.schedules.schedule import Kind
-from pipegrad.simulation.plain_data import loaded, validated
-from pipegrad.simulation.timeline import Collective
+from pipegrad.schedules.schedule import Kind, Schedule
+from pipegrad.simulation.timeline import Collective, loaded, validated
 
 _LONG_SECONDS, _LONG_LATENCY = 5.0, 1.0
 # Bytes a second that no NIC has, as NICs of 1 and of 10 Gbit/s are in use; and the rate of a modem.
@@ -53,7 +52,11 @@ class _Numbers:
                 if not is_number or not number >= 0:
                     wrong.append(f"{each.name} is {number!r}, expected a number, at least 0")
                 # A rate may be without a limit; a time or a size may not.
-                elif number > MOST_NUMBER and not each.name.endswith("per_second"):
+                elif each.name.endswith("bytes_per_second"):
+                    if number < LEAST_RATE:
+                        least = f"a number above 0, at least {LEAST_RATE}"
+                        wrong.append(f"{each.name} is {number!r}, expected {least}")
+                elif number > MOST_NUMBER:
                     size = "inf" if number == math.inf else "too large"
                     wrong.append(f"{each.name} is {size}, expected at most {MOST_NUMBER:.0e}")
         if wrong:
@@ -107,6 +110,15 @@ class StageCosts(_Numbers):
             "W": self.weight_seconds,
         }[kind]
 
+    def changed_bytes(self, kind: Kind) -> int:
+        """Returns by how much an action of this kind changes what is held of activations."""
+        return {
+            "F": self.activation_bytes,
+            "B": -self.activation_bytes,
+            "I": self.factor_bytes - self.activation_bytes,
+            "W": -self.factor_bytes,
+        }[kind]
+
     def of_chunk(self, chunks: int) -> StageCosts:
         """Returns the costs of one of so many chunks of a sequence; `Costs.of_chunks` calls it."""
         return replace(
@@ -141,14 +153,6 @@ class LinkCosts(_Numbers):
     latency_seconds: float = 0.0
     bytes_per_second: float = math.inf
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bytes_per_second < LEAST_RATE:
-            raise ScheduleError(
-                f"the link from rank {self.source} to rank {self.target} has bytes_per_second "
-                f"{self.bytes_per_second}, expected a number above 0, at least {LEAST_RATE}"
-            )
-
 
 @dataclass(frozen=True)
 class Network(_Numbers):
@@ -176,11 +180,6 @@ class Network(_Numbers):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.nic_bytes_per_second < LEAST_RATE:
-            raise ScheduleError(
-                f"nic_bytes_per_second is {self.nic_bytes_per_second}, expected a number above 0, "
-                f"at least {LEAST_RATE}"
-            )
         ends = [(link.source, link.target) for link in self.links]
         if len(set(ends)) < len(ends):
             source, target = next(pair for pair in ends if ends.count(pair) > 1)
@@ -210,11 +209,13 @@ class Network(_Numbers):
 
     def seconds(self, source: int, target: int, num_bytes: int) -> float:
         """Returns the time of a message from one rank to another while nothing else is sent."""
-        link = self.link(source, target)
-        rate = link.bytes_per_second
-        if self.host(source) != self.host(target):
-            rate = min(rate, self.nic_bytes_per_second)
-        return link.latency_seconds + num_bytes / rate
+        return self.link(source, target).latency_seconds + num_bytes / self.rate(source, target)
+
+    def rate(self, source: int, target: int) -> float:
+        """Returns the bytes per second of a message from one rank to another, alone."""
+        rate = self.link(source, target).bytes_per_second
+        is_inside = self.host(source) == self.host(target)
+        return rate if is_inside else min(rate, self.nic_bytes_per_second)
 
 
 @dataclass(frozen=True)
@@ -353,6 +354,13 @@ class Costs(_Numbers):
         stages = tuple(stage.of_chunk(chunks) for stage in self.stages)
         return replace(self, stages=stages, chunks=chunks)
 
+    def compute_seconds(self, schedule: Schedule) -> list[float]:
+        """Returns for each rank of a schedule what it computes in a step."""
+        return [
+            sum(self.stages[action.stage].seconds(action.kind) for action in own)
+            for own in schedule.actions
+        ]
+
     @cached_property
     def _codecs(self) -> dict[tuple[tuple[int, int], str], CodecCosts]:
         return {(codec.ranks, codec.carries): codec for codec in self.codecs}
@@ -400,27 +408,31 @@ class Costs(_Numbers):
 
     def __str__(self) -> str:
         """A line for each stage, each link whose costs differ from the rest, and each doubt."""
-        lines = ["stage   forward ms   backward ms   optimizer ms   sends MiB   holds MiB"]
-        for number, stage in enumerate(self.stages):
-            seconds = stage.forward_seconds, stage.backward_seconds, stage.optimizer_seconds
-            sizes = sum(stage.outputs.values()), stage.held_bytes
-            forward, backward, optimizer = (f"{1e3 * each:.3f}" for each in seconds)
-            sent, held = (f"{each / 2**20:.3f}" for each in sizes)
-            cells = f"{forward:>13}{backward:>14}{optimizer:>15}{sent:>12}{held:>12}"
-            lines.append(f"{number:<5}{cells}")
+        from pipegrad.tables import as_text, table
+
+        head = "stage", "forward ms", "backward ms", "optimizer ms", "sends MiB", "holds MiB"
+        numbers = [
+            (
+                *(1e3 * own.forward_seconds, 1e3 * own.backward_seconds),
+                1e3 * own.optimizer_seconds,
+                *(sum(own.outputs.values()) / 2**20, own.held_bytes / 2**20),
+            )
+            for own in self.stages
+        ]
+        rows = [[stage, *(f"{each:.3f}" for each in own)] for stage, own in enumerate(numbers)]
         network = self.network
-        rest = "link   Mbit/s   ms of an empty message"
-        lines += ["", rest] if network.links else []
-        for link in network.links:
-            rate = link.bytes_per_second
-            if network.host(link.source) != network.host(link.target):
-                rate = min(rate, network.nic_bytes_per_second)
-            name = f"{link.source}->{link.target}"
-            lines.append(f"{name:<5}{8e-6 * rate:>8.1f}{1e3 * link.latency_seconds:>25.3f}")
-        if not network.links:
-            rate, latency = 8e-6 * network.nic_bytes_per_second, 1e3 * network.latency_seconds
-            lines.append(f"each NIC: {rate:.1f} Mbit/s, {latency:.3f} ms for an empty message")
-        return "\n".join([*lines, *self.doubts()])
+        links = [
+            [
+                f"{link.source}->{link.target}",
+                f"{8e-6 * network.rate(link.source, link.target):.1f}",
+                f"{1e3 * link.latency_seconds:.3f}",
+            ]
+            for link in network.links
+        ]
+        rate, latency = 8e-6 * network.nic_bytes_per_second, 1e3 * network.latency_seconds
+        alike = f"each NIC: {rate:.1f} Mbit/s, {latency:.3f} ms for an empty message"
+        of_links = table(["link", "Mbit/s", "ms of an empty message"], links)
+        return as_text([table(head, rows), of_links if links else alike, *self.doubts()])
 
     def doubts(self) -> Iterator[str]:
         """Yields what is likely a mistake: another unit, or a link that lacks its way back."""

@@ -19,14 +19,55 @@ import numpy as np
 from pipegrad.schedules.program.program import (
     KINDS,
     MICROBATCH_BITS,
-    OP_BITS,
-    OP_MASK,
     Op,
     Program,
 )
-from pipegrad.simulation.choice import EQUAL
+from pipegrad.schedules.program.run import RankRun, Run
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.simulator import simulate
+
+_UNIT_SECONDS = 1e-9
+Cost = Callable[[int, int, int], float]  # of a stage that holds the layers from a start to an end
+
+
+def balanced_seconds(seconds: Iterable[float], num_stages: int) -> tuple[int, ...]:
+    """Returns starts that make the longest stage short, of layers that take so many seconds."""
+    # Whole numbers, so that no rounding decides between equal cuts.
+    sums = [0, *accumulate(round(own / _UNIT_SECONDS) for own in seconds)]
+    starts = balanced(len(sums) - 1, num_stages, lambda _, start, end: sums[end] - sums[start])
+    return tuple(starts)
+
+
+def balanced(num_layers: int, num_stages: int, cost: Cost) -> list[int]:
+    """Returns starts that make the heaviest stage light, and then the others even."""
+    # best[end]: cost of cutting the first `end` layers into the stages so far, and their starts.
+    # Costs are compared by the heaviest stage, then by the sum of squares: an even cut.
+    last = num_layers - num_stages + 1  # each later stage needs a layer
+    best: dict[int, tuple[tuple[float, float], list[int]]] = {
+        end: ((cost(0, 0, end), cost(0, 0, end) ** 2), []) for end in range(1, last + 1)
+    }
+    for stage in range(1, num_stages):
+        best = {
+            end: _best_start(best, stage, end, cost) for end in range(stage + 1, last + stage + 1)
+        }
+    return best[num_layers][1]
+
+
+def _best_start(
+    best: dict[int, tuple[tuple[float, float], list[int]]], stage: int, end: int, cost: Cost
+) -> tuple[tuple[float, float], list[int]]:
+    """Returns the best cost of the first `end` layers with one more stage, and its starts."""
+    lightest = None
+    for start in range(min(end - 1, max(best)), stage - 1, -1):
+        weight = cost(stage, start, end)
+        if lightest is not None and weight > lightest[0][0]:
+            break  # a stage of more layers is no lighter
+        (heaviest, squares), starts = best[start]
+        candidate = (max(heaviest, weight), squares + weight**2), [*starts, start]
+        lightest = candidate if lightest is None else min(lightest, candidate)
+    assert lightest is not None
+    return lightest
+
 
 Begins = tuple[int, ...]  # the first layer of every stage but the first
 Weight = tuple[float, float]  # bytes beyond the limit, and seconds of the steps
@@ -34,6 +75,7 @@ Weight = tuple[float, float]  # bytes beyond the limit, and seconds of the steps
 _ALL_TRIED = 2_000  # cuts; of more, neighbours are tried
 _MOST_ITEMS = 400_000  # of all simulations together, which then take some seconds
 _MOST_FLOORS = 1_000_000  # likewise: cuts times stages, and items
+EQUAL = 0.005  # steps that differ by less take equally long: more activations must buy something
 _BEAM = 8  # cuts that are changed at once
 _ROUNDING = 1e-9
 _COMPUTE, _SEND, _RECEIVE = int(Op.COMPUTE), int(Op.SEND), int(Op.WAIT_RECEIVE)
@@ -82,18 +124,11 @@ def _neighbours(begins: Begins, num_layers: int) -> Iterator[Begins]:
     edges = (0, *begins, num_layers)
     for low in range(1, len(edges) - 1):
         for high in range(low + 1, len(edges)):
+            before, moved, after = begins[: low - 1], begins[low - 1 : high - 1], begins[high - 1 :]
             if edges[high - 1] + 1 < edges[high]:
-                yield (
-                    *begins[: low - 1],
-                    *(b + 1 for b in begins[low - 1 : high - 1]),
-                    *begins[high - 1 :],
-                )
+                yield *before, *(begin + 1 for begin in moved), *after
             if edges[low] - 1 > edges[low - 1]:
-                yield (
-                    *begins[: low - 1],
-                    *(b - 1 for b in begins[low - 1 : high - 1]),
-                    *begins[high - 1 :],
-                )
+                yield *before, *(begin - 1 for begin in moved), *after
 
 
 class _Search:
@@ -190,40 +225,30 @@ class _Floor:
 
     def __init__(self, program: Program, num_steps: int) -> None:
         self._program, self._num_steps = program, num_steps
-        self._items = list(_in_order(program))
+        self._items = _Order(program).items
         queues = [(c.source, c.target, c in program.skips) for c in program.channels]
         self._queues = [queues.index(queue) for queue in queues]
         self._meets = not program.forward_only
 
     def seconds(self, costs: Sequence[Costs]) -> list[float]:
         """Returns the least seconds of all steps together, for each of some costs."""
-        program, first = self._program, costs[0]
-        host, ranks = first.host, program.schedule.stage_to_rank
-        links = [program.links[channel.link] for channel in program.channels]
-        computes = (
-            host.action_seconds
-            + np.array(
-                [[stage.seconds(kind) for stage in own.stages for kind in KINDS] for own in costs]
-            ).T
-        )
-        crossings = [
-            [own.crossing(link, c) for own in costs]
-            for link, c in zip(links, program.channels, strict=True)
-        ]
-        sends, receives, ways = (list[np.ndarray]() for _ in range(3))
-        latencies = list[float]()
-        for channel, own in zip(program.channels, crossings, strict=True):
-            link = first.network.link(channel.source, channel.target)
-            whole = [
-                first.network.seconds(channel.source, channel.target, c.num_bytes) for c in own
-            ]
-            ways.append(np.array(whole) - link.latency_seconds)
-            latencies.append(link.latency_seconds)
-            sends.append(np.array([host.message_seconds + c.encode_seconds for c in own]))
-            receives.append(np.array([host.message_seconds + c.decode_seconds for c in own]))
+        program, network, host = self._program, costs[0].network, costs[0].host
+        kinds = [[stage.seconds(kind) for stage in own.stages for kind in KINDS] for own in costs]
+        computes = host.action_seconds + np.array(kinds).T
+        messages = list[tuple[np.ndarray, np.ndarray, float, np.ndarray]]()
+        for channel in program.channels:
+            link, ends = program.links[channel.link], (channel.source, channel.target)
+            values = [own.crossing(link, channel) for own in costs]
+            latency = network.link(*ends).latency_seconds
+            whole = [network.seconds(*ends, value.num_bytes) for value in values]
+            encode = [host.message_seconds + value.encode_seconds for value in values]
+            decode = [host.message_seconds + value.decode_seconds for value in values]
+            messages.append(
+                (np.array(encode), np.array(whole) - latency, latency, np.array(decode))
+            )
         optimizers = np.zeros((len(program.items), len(costs)))
         if self._meets:
-            for stage, rank in enumerate(ranks):
+            for stage, rank in enumerate(program.schedule.stage_to_rank):
                 optimizers[rank] += [own.stages[stage].optimizer_seconds for own in costs]
         clocks = np.zeros((len(program.items), len(costs)))
         free = np.zeros((len(program.channels), len(costs)))
@@ -234,58 +259,45 @@ class _Floor:
                 clock = clocks[rank]
                 if op == _COMPUTE:
                     clock += computes[which]
-                    continue
-                if op == _SEND:
-                    clock += sends[which]
+                elif op == _SEND:
+                    encoding, way, latency, _ = messages[which]
+                    clock += encoding
                     queue = free[self._queues[which]]
                     np.maximum(queue, clock, out=queue)
-                    queue += ways[which]
-                    there[which, microbatch] = queue + latencies[which]
-                    continue
-                np.maximum(clock, there.pop((which, microbatch)), out=clock)
-                clock += receives[which]
-            if self._meets and first.ranks_meet:
-                clocks[:] = clocks.max(axis=0) + first.meeting_seconds
+                    queue += way
+                    there[which, microbatch] = queue + latency
+                else:
+                    np.maximum(clock, there.pop((which, microbatch)), out=clock)
+                    clock += messages[which][-1]
+            if self._meets and costs[0].ranks_meet:
+                clocks[:] = clocks.max(axis=0) + costs[0].meeting_seconds
             clocks += optimizers
         return [float(seconds) for seconds in clocks.max(axis=0)]
 
     def held_bytes(self, costs: Costs) -> int:
         """Returns what the fullest rank holds at least: all but what it sends and receives."""
-        most = 0
-        for rank, actions in enumerate(self._program.schedule.actions):
-            stages = self._program.schedule.stage_to_rank
-            held = sum(
-                own.held_bytes for own, r in zip(costs.stages, stages, strict=True) if r == rank
-            )
-            changes = list[int]()
-            for action in actions:
-                own = costs.stages[action.stage]
-                full, factors = own.activation_bytes, own.factor_bytes
-                changes.append(
-                    {"F": full, "B": -full, "I": factors - full, "W": -factors}[action.kind]
-                )
-            most = max(most, held + max(accumulate(changes), default=0))
+        schedule, most = self._program.schedule, 0
+        for rank, actions in enumerate(schedule.actions):
+            held = zip(costs.stages, schedule.stage_to_rank, strict=True)
+            always = sum(own.held_bytes for own, holder in held if holder == rank)
+            changes = (costs.stages[a.stage].changed_bytes(a.kind) for a in actions)
+            most = max(most, always + max(accumulate(changes), default=0))
         return most
 
 
-def _in_order(program: Program) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the items that take time, each behind those that it waits for.
+class _Order(Run):
+    """The items that take time, each after those that it waits for.
 
-    Each is an op, a rank, a number of a compute or channel, and a microbatch.
+    Attributes:
+        items: Each is an op, a rank, a number of a compute or channel, and a microbatch.
     """
-    positions, sent = [0] * len(program.items), set[int]()
-    is_over = False
-    while not is_over:
-        is_over = True
-        for rank, items in enumerate(program.items):
-            while positions[rank] < len(items):
-                op, rest = items[positions[rank]] & OP_MASK, items[positions[rank]] >> OP_BITS
-                if op == _RECEIVE and rest not in sent:
-                    break
-                if op == _SEND:
-                    sent.add(rest)
-                positions[rank] += 1
-                is_over = False
-                if op in (_COMPUTE, _SEND, _RECEIVE):
-                    which, microbatch = rest >> MICROBATCH_BITS, rest & (2**MICROBATCH_BITS - 1)
-                    yield op, rank, which, microbatch
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.items = list[tuple[int, int, int, int]]()
+        self.go()
+
+    def _do(self, rank: RankRun, op: int, rest: int) -> None:
+        super()._do(rank, op, rest)
+        if op in (_COMPUTE, _SEND, _RECEIVE):
+            self.items.append((op, rank.rank, *divmod(rest, 2**MICROBATCH_BITS)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from pipegrad.errors import ScheduleError
@@ -19,9 +21,8 @@ from pipegrad.schedules.program.program import (
 )
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.engine.flows import Events, FairNetwork, Process
-from pipegrad.simulation.engine.ledger import Memory, Recording
-from pipegrad.simulation.engine.transport import Collectives, Job, Key, Messages
-from pipegrad.simulation.timeline import SpanKind, Timeline
+from pipegrad.simulation.engine.transport import Collectives, Engine, Job, Key, Memory, Messages
+from pipegrad.simulation.timeline import Span, SpanKind, Timeline
 
 # Plain integers: comparing with members of an enum takes far longer.
 _POST, _SEND, _COMPUTE = int(Op.POST_RECEIVE), int(Op.SEND), int(Op.COMPUTE)
@@ -123,111 +124,102 @@ class _Run:
     """One simulation. Each rank is a process that runs its items."""
 
     def __init__(self, program: Program, costs: Costs, num_steps: int, *, records: bool) -> None:
-        self._program = program
-        self._costs = costs
-        self._num_steps = num_steps
-        self._events = events = Events()
-        self._reductions = costs.reductions(program.schedule.stage_to_rank)
-        names = [collective.name for collective in self._reductions]
-        self._recording = recording = Recording(program, names, records=records)
+        events = Events()
         network = FairNetwork(costs.network, events)
-        self._messages = Messages(
-            program, costs, events=events, network=network, recording=recording
-        )
-        self._collectives = Collectives(
-            program, costs, events=events, network=network, recording=recording
-        )
-        self._memory = Memory(program, costs, records=records)
+        ranks = program.schedule.stage_to_rank
+        reductions = () if program.forward_only else costs.reductions(ranks)
+        spans: list[Span] | None = [] if records else None
+        self._engine = engine = Engine(program, costs, events, network, reductions, spans)
+        self._messages = Messages(engine)
+        self._collectives = Collectives(engine)
+        self._memory = Memory(engine)
+        self._num_steps = num_steps
         self._seconds = [stage.seconds(kind) for stage in costs.stages for kind in KINDS]
-        self._optimizer_seconds = [0.0] * len(program.items)
-        for stage, rank in zip(costs.stages, program.schedule.stage_to_rank, strict=True):
-            seconds = 0.0 if program.forward_only else stage.optimizer_seconds
-            self._optimizer_seconds[rank] += seconds
         self._step_ends = [0.0] * num_steps
         self._num_ended = 0  # ranks
         self._num_met = [0] * num_steps
 
     def result(self) -> Simulation:
         """Runs all steps."""
-        program, schedule = self._program, self._program.schedule
-        for rank in range(len(program.items)):
-            self._events.start(self._steps(_Rank(rank)))
-        self._events.run()
-        if self._num_ended < len(program.items):
+        engine, schedule = self._engine, self._engine.program.schedule
+        for rank in range(schedule.num_ranks):
+            engine.events.start(self._steps(_Rank(rank)))
+        engine.events.run()
+        if self._num_ended < schedule.num_ranks:
             raise ScheduleError(
                 f"schedule {schedule.name!r} cannot end: ranks wait for each other; "
                 f"`verify` shows which"
             )
-        begins = [0.0, *self._step_ends[:-1]]
-        seconds = (end - begin for begin, end in zip(begins, self._step_ends, strict=True))
+        seconds = (end - begin for begin, end in pairwise([0.0, *self._step_ends]))
         timeline = None
-        if self._recording.spans is not None:
+        if engine.spans is not None:
             timeline = Timeline(
                 name=schedule.name,
                 source="predicted",
                 num_ranks=schedule.num_ranks,
                 stage_to_rank=schedule.stage_to_rank,
                 num_microbatches=schedule.num_microbatches,
-                spans=tuple(self._recording.spans),
+                spans=tuple(engine.spans),
                 step_ends=tuple(self._step_ends),
                 memory=tuple(map(tuple, self._memory.points)),
-                links=program.links,
-                collectives=self._reductions,
+                links=engine.program.links,
+                collectives=engine.reductions,
             )
         return Simulation(tuple(seconds), tuple(self._memory.peak), timeline)
 
     def _steps(self, rank: _Rank) -> Process:
         """Runs all steps of a rank."""
-        record, number = self._recording, rank.number
+        engine, number, collectives = self._engine, rank.number, self._collectives
+        costs, record, is_training = engine.costs, engine.record, not engine.program.forward_only
+        ranks = engine.program.schedule.stage_to_rank
+        own = (s for s, holder in zip(costs.stages, ranks, strict=True) if holder == number)
+        optimizer_seconds = sum(stage.optimizer_seconds for stage in own) * is_training
         for step in range(self._num_steps):
             rank.step = step
-            begin, rank.now = rank.now, (yield rank.now + self._costs.host.step_seconds)
-            record.add(number, "host", begin, rank.now, step)
+            begin, rank.now = rank.now, (yield rank.now + costs.host.step_seconds)
+            record(number, "host", begin, rank.now, step)
             yield from self._items(rank)
-            while (reduction := self._collectives.unfinished(step, number)) is not None:
-                begin, rank.now = rank.now, (yield reduction)
-                record.collective(
-                    "wait for reduction",
-                    begin,
-                    rank.now,
-                    rank=number,
-                    step=step,
-                    number=reduction.number,
-                )
+            launched = (
+                n for of_action in collectives.launches[number].values() for n, _ in of_action
+            )
+            jobs = [Job(step, n, is_sync=False) for n in launched]
+            yield from self._finish(rank, "wait for reduction", jobs)
             begin = rank.now
-            if self._costs.ranks_meet and not self._program.forward_only:
+            if costs.ranks_meet and is_training:
                 self._num_met[step] += 1
-                if self._num_met[step] == len(self._program.items):
-                    meeting = self._costs.meeting_seconds
-                    self._events.at(begin + meeting, self._events.wake, ("meeting", step))
+                if self._num_met[step] == len(engine.program.items):
+                    engine.events.at(
+                        begin + costs.meeting_seconds, engine.events.wake, ("meeting", step)
+                    )
                 rank.now = yield "meeting", step
-            record.add(number, "wait for ranks", begin, rank.now, step)
-            begin, rank.now = rank.now, (yield rank.now + self._optimizer_seconds[number])
-            record.add(number, "optimizer", begin, rank.now, step)
-            for sync in self._collectives.published[number]:
-                self._collectives.come(rank.now, Job(step, sync, is_sync=True), number)
+            record(number, "wait for ranks", begin, rank.now, step)
+            begin, rank.now = rank.now, (yield rank.now + optimizer_seconds)
+            record(number, "optimizer", begin, rank.now, step)
+            for sync in collectives.published[number]:
+                collectives.come(rank.now, Job(step, sync, is_sync=True), number)
             self._step_ends[step] = max(self._step_ends[step], rank.now)
         self._num_ended += 1
 
     def _items(self, rank: _Rank) -> Process:
         """Runs the items of a step."""
-        host, messages, memory = self._costs.host, self._messages, self._memory
+        engine, messages, memory = self._engine, self._messages, self._memory
+        host_seconds = engine.costs.host.message_seconds
         rank.clock = rank.now
-        for position, code in enumerate(self._program.items[rank.number]):
+        for position, code in enumerate(engine.program.items[rank.number]):
             op, which = code & OP_MASK, code >> OP_BITS
             channel = which >> MICROBATCH_BITS
             if op == _COMPUTE:
                 yield from self._compute(rank, position, which)
             elif op == _POST:
                 memory.add(rank.clock, rank.number, memory.received_bytes[channel])
-                messages.post(rank.clock, (rank.step, which))
+                messages.ready(rank.clock, (rank.step, which))
             elif op == _SEND:
-                rank.clock += host.message_seconds + messages.crossings[channel].encode_seconds
+                rank.clock += host_seconds + messages.crossings[channel].encode_seconds
                 memory.add(rank.clock, rank.number, memory.sent_bytes[channel])
-                messages.send(rank.clock, (rank.step, which))
+                messages.ready(rank.clock, (rank.step, which))
             elif op == _RECEIVE:
                 yield from self._wait(rank, which, "receive", messages.arrived)
-                rank.clock += host.message_seconds + messages.crossings[channel].decode_seconds
+                rank.clock += host_seconds + messages.crossings[channel].decode_seconds
             elif op == _RELEASE:
                 yield from self._wait(rank, which, "send", messages.delivered)
                 memory.add(rank.now, rank.number, -memory.sent_bytes[channel])
@@ -236,7 +228,7 @@ class _Run:
     def _catch_up(self, rank: _Rank) -> Process:
         """What a rank waits for next may happen until its host has done what it does."""
         if rank.clock > rank.now:
-            self._recording.add(rank.number, "host", rank.now, rank.clock, rank.step)
+            self._engine.record(rank.number, "host", rank.now, rank.clock, rank.step)
             rank.now = yield rank.clock
 
     def _wait(
@@ -249,27 +241,35 @@ class _Run:
             rank.now = rank.clock = yield what, key
         happened.remove(key)
         kind: SpanKind = "wait for receive" if what == "receive" else "wait for send"
-        self._recording.transfer(rank.number, kind, begin, rank.now, key)
+        self._engine.record_transfer(rank.number, kind, begin, rank.now, key)
+
+    def _finish(self, rank: _Rank, kind: SpanKind, jobs: Iterable[Job]) -> Process:
+        """Waits for collectives, one after the other."""
+        for job in jobs:
+            if job not in self._collectives.done:
+                yield from self._catch_up(rank)
+            begin = rank.now
+            if job not in self._collectives.done:  # it may have ended meanwhile
+                rank.now = rank.clock = yield job
+            self._engine.record_collective(
+                kind, begin, rank.now, rank=rank.number, step=rank.step, number=job.number
+            )
 
     def _compute(self, rank: _Rank, position: int, which: int) -> Process:
         """Waits for the parameters of an action, and runs it."""
-        record, number, step = self._recording, rank.number, rank.step
+        engine, number, step = self._engine, rank.number, rank.step
         index, microbatch = which >> MICROBATCH_BITS, which & MICROBATCH_MASK
         stage, kind = index >> KIND_BITS, KINDS[index & KIND_MASK]
-        while (sync := self._collectives.unsynced(step, stage)) is not None:
-            yield from self._catch_up(rank)
-            begin, rank.now = rank.now, (yield sync)
-            rank.clock = rank.now
-            record.collective(
-                "wait for parameters", begin, rank.now, rank=number, step=step, number=sync.number
-            )
-        begin = rank.clock + self._costs.host.action_seconds
+        if step > 0 and (syncs := self._collectives.read[stage]):
+            jobs = (Job(step - 1, sync, is_sync=True) for sync in syncs)
+            yield from self._finish(rank, "wait for parameters", jobs)
+        begin = rank.clock + engine.costs.host.action_seconds
         end = begin + self._seconds[index]
-        record.add(number, "host", rank.now, begin, step)
-        record.add(number, kind, begin, end, step, stage, microbatch)
-        self._memory.begin(begin, number, stage, kind)
+        engine.record(number, "host", rank.now, begin, step)
+        engine.record(number, kind, begin, end, step, stage, microbatch)
+        self._memory.add(begin, number, self._memory.filled_bytes[index])
         for collective, share in self._collectives.launches[number].get(position, ()):
             job, leaves = Job(step, collective, is_sync=False), begin + share * (end - begin)
-            self._events.at(leaves, self._collectives.come, job, number)
+            engine.events.at(leaves, self._collectives.come, job, number)
         rank.now = rank.clock = yield end
         self._memory.end(end, number, stage, kind, which=(step, microbatch))

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from pipegrad import run_files
-from pipegrad.errors import ScheduleError
+from pipegrad.errors import ScheduleError, reason
 from pipegrad.limits import LARGEST, MOST_NUMBER, check_size
+from pipegrad.printable import printable, shortened
 from pipegrad.schedules.program.program import Link
-from pipegrad.simulation.plain_data import loaded, validated
 
 SpanKind = Literal[
     "F",
@@ -163,6 +164,10 @@ class Timeline:
         """When the last step has ended on all ranks."""
         return self.step_ends[-1] if self.step_ends else 0.0
 
+    def step(self, step: int) -> tuple[float, float]:
+        """Returns when a step begins and ends; it begins where the one before it has ended."""
+        return (0.0, *self.step_ends)[step], self.step_ends[step]
+
     def noted(self, name: str, default: float = 0.0) -> float:
         """Returns a note that is a number; the default if there is none."""
         value = self.notes.get(name)
@@ -184,8 +189,7 @@ class Timeline:
         A step begins where the one before it ended on all ranks. Its number is 0 here. Spans that a
         step's begin or end cuts, such as a parameter sync that runs into the next step, are cut.
         """
-        begin = self.step_ends[step - 1] if step else 0.0
-        end = self.step_ends[step]
+        begin, end = self.step(step)
         spans = tuple(
             span._replace(
                 begin=max(span.begin, begin) - begin,
@@ -320,18 +324,11 @@ def _complaints(span: Any, timeline: Timeline) -> Iterator[str]:  # noqa: ANN401
         yield f"microbatch {span.microbatch} is none of a step's"
 
 
-def _cut(points: Iterable[MemoryPoint], begin: float, end: float) -> Iterator[MemoryPoint]:
-    before = None
-    for point in points:
-        if point.seconds <= begin:
-            before = point
-        elif point.seconds < end:
-            if before is not None:
-                yield MemoryPoint(0.0, before.num_bytes)
-                before = None
-            yield MemoryPoint(point.seconds - begin, point.num_bytes)
-    if before is not None:
-        yield MemoryPoint(0.0, before.num_bytes)
+def _cut(points: Sequence[MemoryPoint], begin: float, end: float) -> Iterator[MemoryPoint]:
+    before = [point for point in points if point.seconds <= begin]
+    yield from (MemoryPoint(0.0, point.num_bytes) for point in before[-1:])
+    inside = (point for point in points if begin < point.seconds < end)
+    yield from (MemoryPoint(point.seconds - begin, point.num_bytes) for point in inside)
 
 
 # As people read them.
@@ -358,3 +355,61 @@ def _three_digits(number: float) -> str:
     if abs(number) >= 99.95:
         return f"{number:.0f}"
     return f"{number:.1f}" if abs(number) >= 9.995 else f"{number:.2f}"
+
+
+# Reading JSON that a person may have written.
+
+T = TypeVar("T")
+_MOST_MISTAKES = 8  # in one message
+
+
+def validated(adapter: TypeAdapter[T], data: object, what: str) -> T:
+    """Returns what plain data describes.
+
+    Raises:
+        ScheduleError: If a name is unknown, or a value is not what it should be.
+    """
+    try:
+        return adapter.validate_python(data)
+    except ValidationError as error:
+        mistakes = error.errors()
+        words = [_in_words(each, what) for each in mistakes[:_MOST_MISTAKES]]
+        more = len(mistakes) - len(words)
+        words += [f"and {more} more"] if more else []
+        raise ScheduleError("; ".join(words)) from error
+
+
+def _in_words(mistake: ErrorDetails, what: str) -> str:
+    where = printable(shortened(".".join(map(str, mistake["loc"])) or what))
+    complaint = mistake["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{where}: {complaint}, found {_shown(mistake['input'])}"
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except (RecursionError, ValueError):  # too deep, or a number of too many digits
+        return f"a {type(value).__name__}"
+
+
+def loaded(path: Path, what: str, read: Callable[[Any], T]) -> T:
+    """Returns what `read` makes of the data of a JSON file.
+
+    Raises:
+        ScheduleError: If the file is missing or no JSON, or as `read` does. It names the file.
+    """
+    try:
+        content = run_files.read(path)
+    except FileNotFoundError as error:
+        raise ScheduleError(f"there is no file {path}") from error
+    except (OSError, ValueError) as error:
+        raise ScheduleError(f"{str(path)!r} cannot be read: {reason(error)}") from error
+    try:
+        return read(run_files.parsed_json(content))
+    except json.JSONDecodeError as error:
+        complaint = f"line {error.lineno}, column {error.colno} is no JSON"
+    except ValueError as error:  # a ScheduleError, too
+        complaint = str(error)
+    raise ScheduleError(
+        f"{path} holds no {what}: {complaint if content.strip() else 'it is empty'}"
+    )

@@ -33,7 +33,7 @@ from pipegrad.plugins.registry import Registry, ResolvedPlugin, complaints_of
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate
 from pipegrad.schedules import registry as schedules
 from pipegrad.schedules.measured import MeasuredGenerator
-from pipegrad.simulation.choice import Choice as ScheduleChoice
+from pipegrad.simulation.choose import Choice as ScheduleChoice
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config, sizes_of
 from pipegrad.train.dataset import INPUT_IDS, Inputs, Pair, dataset_of

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from pipegrad.printable import printable
 from pipegrad.schedules import Schedule
-from pipegrad.simulation.choice import rows_of
+from pipegrad.simulation.choose import rows_of
 from pipegrad.simulation.explain.explanation import Explanation
 from pipegrad.simulation.explain.sentence import TOO_NOISY, noise_of, sentence
 from pipegrad.simulation.timeline import in_time

@@ -34,7 +34,8 @@ TORCH_PRIVATE = {PACKAGE / "interop" / "private.py", PACKAGE / "comm" / "ending.
 # What runs in a step. A folder may import from itself and from those above it in this list.
 # `private` is interop/private.py: it knows no gradient, and gradients need names of it.
 CORE = [
-    *("_torch_version", "printable", "errors", "limits", "run_files", "comm", "topology"),
+    *("_torch_version", "printable", "tables", "errors", "limits", "run_files", "comm"),
+    "topology",
     *("plugins", "model", "private", "plan", "gradients", "interop", "losses", "pipeline"),
 ]
 # What stands beside a step: each may import the core too, and what is above it here.
@@ -59,7 +60,7 @@ def may_import() -> dict[str, set[str]]:
     order = [*CORE, *TOOLS]
     table = {part: set(order[: number + 1]) for number, part in enumerate(order)}
     # Schedules are plain data, and plug-ins. What runs them, and what is beside it, knows them.
-    table["schedules"] = {"schedules", *CORE[1:5], "plugins"}
+    table["schedules"] = {"schedules", *CORE[1:6], "plugins"}
     # Tools without torch: they know schedules, and no run.
     table["simulation"] = {*table["schedules"], "simulation"}
     table["picture"] = {*table["simulation"], "picture"}

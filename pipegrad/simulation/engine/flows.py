@@ -30,7 +30,7 @@ class Events:
 
     def start(self, process: Process) -> None:
         """Runs a process until it waits for the first time."""
-        self._wait(process, next(process, None))
+        self._go_on(None, process)
 
     def run(self) -> None:
         """Goes on until nothing happens any more."""
@@ -44,17 +44,14 @@ class Events:
         for process in self._sleepers.pop(event, ()):
             self._go_on(now, process)
 
-    def _go_on(self, now: float, process: Process) -> None:
+    def _go_on(self, now: float | None, process: Process) -> None:
         try:
-            wanted = process.send(now)
+            wanted = process.send(now)  # type: ignore[arg-type]  # None starts it
         except StopIteration:
             return
-        self._wait(process, wanted)
-
-    def _wait(self, process: Process, wanted: Hashable) -> None:
         if isinstance(wanted, float):
             self.at(wanted, self._go_on, process)
-        elif wanted is not None:
+        else:
             self._sleepers[wanted].append(process)
 
 

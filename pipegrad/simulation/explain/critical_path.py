@@ -1,18 +1,130 @@
-"""CriticalPath: the chain of computes, transfers and reductions that decides when a step ends.
+"""Where a step went: what each rank did, and the critical path, which decides when a step ends.
 
-To make the step shorter, something on this path must become shorter.
+The critical path is a chain of computes, transfers and reductions. To make the step shorter,
+something on it must become shorter.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from operator import attrgetter
+from statistics import median_low
 from typing import Any, Literal, NamedTuple
 
 from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
-from pipegrad.simulation.timeline import COMPUTE, WAITS, Span, TimeUnit, in_time
+from pipegrad.simulation.timeline import (
+    COMPUTE,
+    ON_RANK,
+    WAITS,
+    Span,
+    SpanKind,
+    Timeline,
+    TimeUnit,
+    in_percent,
+    in_time,
+)
+
+# What no span covers is "other".
+Part = SpanKind | Literal["other"]
+PARTS: tuple[Part, ...] = (*ON_RANK, "other")
+_HEADS: Mapping[Part, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "of inputs",
+    "W": "of weights",
+    "wait for receive": "waits to receive",
+    "wait for send": "to send",
+    "wait for reduction": "for reductions",
+    "wait for parameters": "for parameters",
+    "wait for ranks": "for all ranks",
+}
+
+
+@dataclass(frozen=True)
+class RankBreakdown:
+    """What one rank did in one step.
+
+    Attributes:
+        rank: The pipeline rank.
+        step_seconds: How long the step took, on all ranks.
+        parts: Seconds of each part; they sum to `step_seconds`.
+    """
+
+    rank: int
+    step_seconds: float
+    parts: Mapping[Part, float]
+
+    @property
+    def computing(self) -> float:
+        """The share of the step in which the rank computes."""
+        computes = sum(self.parts[kind] for kind in COMPUTE)
+        return min(1.0, computes / self.step_seconds) if self.step_seconds > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where one step went.
+
+    Attributes:
+        step: Its number.
+        seconds: How long it took, from the end of the step before it to its end on all ranks.
+        ranks: For each pipeline rank.
+    """
+
+    step: int
+    seconds: float
+    ranks: tuple[RankBreakdown, ...]
+
+    def columns(self) -> list[str]:
+        """Returns the head of `rows`: parts that some rank has."""
+        return ["rank", *(_HEADS.get(part, str(part)) for part in self._parts())]
+
+    def rows(self) -> Iterator[list[str]]:
+        """Yields for each rank its parts in percent of the step, as text."""
+        total, parts = self.seconds or 1.0, self._parts()
+        for own in self.ranks:
+            yield [str(own.rank), *(in_percent(own.parts[part] / total) for part in parts)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return asdict(self)
+
+    def _parts(self) -> list[Part]:
+        return [p for p in PARTS if self.seconds > 0 and any(r.parts[p] > 0 for r in self.ranks)]
+
+
+def typical_step(timeline: Timeline) -> int:
+    """Returns the number of the step whose time is the median of all steps.
+
+    The first step of a run is longer than others, and one of several may be disturbed.
+    """
+    ends = timeline.step_ends
+    seconds = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+    return seconds.index(median_low(seconds)) if seconds else 0
+
+
+def break_down(lookup: Lookup, step: int) -> Breakdown:
+    """Returns where a step went, for a simulated or a measured timeline.
+
+    A step begins where the step before it ended on all ranks. If two spans of a rank overlap, as
+    clocks and recording are not exact, the one that began first has the time. Time that no span
+    covers is "other". So the parts of each rank sum to the step.
+
+    Args:
+        lookup: The timeline.
+        step: Number of the step, from 0.
+    """
+    begin, end = lookup.timeline.step(step)
+    ranks = list[RankBreakdown]()
+    for rank in range(lookup.timeline.num_ranks):
+        parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        for piece in lookup.between(rank, begin, end):
+            parts[piece.span.kind if piece.span else "other"] += piece.seconds
+        ranks.append(RankBreakdown(rank, end - begin, parts))
+    return Breakdown(step, end - begin, tuple(ranks))
+
 
 PathKind = Literal[
     "compute",
@@ -118,9 +230,12 @@ class CriticalPath:
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
-        segments = [segment._asdict() for segment in self.segments]
-        own = {"step": self.step, "seconds": self.seconds}
-        return {**own, "shares": self.shares, "segments": segments}
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "shares": self.shares,
+            "segments": [segment._asdict() for segment in self.segments],
+        }
 
 
 def critical_path(lookup: Lookup, step: int) -> CriticalPath:
@@ -143,9 +258,9 @@ class _Walk:
 
     def __init__(self, lookup: Lookup, step: int) -> None:
         self._lookup = lookup
-        self._begin, self.now = lookup.step(step)
+        self._begin, self.now = lookup.timeline.step(step)
         self.segments = list[Segment]()
-        self.rank = self._last_rank(range(lookup.timeline.num_ranks), self.now)
+        self.rank = self._last_rank()
         self._run()
 
     def _run(self) -> None:
@@ -159,20 +274,20 @@ class _Walk:
                 self._take("other", self._begin)
             elif piece.span is None or piece.span.kind not in WAITS:
                 kind, name = _kind_and_name(piece.span)
-                self._take(kind, piece.begin, name=name)
+                self._take(kind, piece.begin, name)
             elif self.rank in visited or not self._follow(piece, piece.span):
                 kind = "meeting" if piece.span.kind == "wait for ranks" else "wait"
-                self._take(kind, piece.begin, name=piece.span.label)
+                self._take(kind, piece.begin, piece.span.label)
             visited = visited | {self.rank} if self.now == since else set()
 
     def _take(
-        self, kind: PathKind, begin: float, *, rank: int = -1, peer: int = -1, name: str = ""
+        self, kind: PathKind, begin: float, name: str = "", transfer: Span | None = None
     ) -> None:
         """Adds the segment from `begin` until now to the path, and goes back to its begin."""
         begin = max(begin, self._begin)
         if begin < self.now:
-            own = self.rank if rank < 0 else rank
-            self.segments.append(Segment(kind, begin, self.now, own, peer, name))
+            rank, peer = (transfer.rank, transfer.peer) if transfer else (self.rank, -1)
+            self.segments.append(Segment(kind, begin, self.now, rank, peer, name))
             self.now = begin
 
     def _follow(self, piece: Piece, wait: Span) -> bool:
@@ -180,7 +295,7 @@ class _Walk:
         if wait.kind in ("wait for receive", "wait for send"):
             return self._follow_transfer(piece, wait)
         if wait.kind == "wait for ranks":
-            last = self._last_rank(range(self._lookup.timeline.num_ranks), self.now)
+            last = self._last_rank()
             if last == self.rank:  # nobody else is late
                 return False
             self.rank = last
@@ -194,13 +309,13 @@ class _Walk:
         # If it had arrived before, something else ended the wait.
         if transfer is None or transfer.end <= piece.begin:
             return False
-        self._take("wait", transfer.end, name=wait.label)
+        self._take("wait", transfer.end, wait.label)
         while True:
             maker = self._lookup.maker(transfer)
             earlier = self._waited_for(transfer, maker)
             if earlier is None:
                 break
-            self._take_transfer(transfer, earlier.end)
+            self._take("transfer", earlier.end, transfer.label, transfer)
             transfer = earlier
         self._go_to_begin(transfer, maker)
         return True
@@ -219,15 +334,11 @@ class _Walk:
         late = maker is None or maker.end < transfer.begin - tolerance
         receiver = self._lookup.before(transfer.peer, transfer.begin)
         if late and receiver and abs(receiver.end - transfer.begin) <= tolerance:
-            self._take_transfer(transfer, transfer.begin)
-            self.rank = transfer.peer
+            begin, rank = transfer.begin, transfer.peer
         else:
-            self._take_transfer(transfer, maker.end if maker else transfer.begin)
-            self.rank = transfer.rank
-
-    def _take_transfer(self, transfer: Span, begin: float) -> None:
-        rank, peer = transfer.rank, transfer.peer
-        self._take("transfer", begin, rank=rank, peer=peer, name=transfer.label)
+            begin, rank = maker.end if maker else transfer.begin, transfer.rank
+        self._take("transfer", begin, transfer.label, transfer)
+        self.rank = rank
 
     # Reductions and parameter syncs.
 
@@ -238,23 +349,24 @@ class _Walk:
             return False
         last = max(begun, key=attrgetter("begin"))
         kind: PathKind = "reduction" if wait.kind == "wait for reduction" else "parameter sync"
-        self._take(kind, last.begin, name=name_of(last))
+        self._take(kind, last.begin, name_of(last))
         self.rank = last.rank
         return True
 
     # Ranks.
 
-    def _last_rank(self, ranks: Sequence[int], now: float) -> int:
+    def _last_rank(self) -> int:
         """Returns the rank that was busy last."""
-        return max(ranks, key=lambda rank: (self._busy_until(rank, now), -rank), default=0)
+        ranks = range(self._lookup.timeline.num_ranks)
+        return max(ranks, key=lambda rank: (self._busy_until(rank), -rank), default=0)
 
-    def _busy_until(self, rank: int, now: float) -> float:
-        piece = self._lookup.before(rank, now)
+    def _busy_until(self, rank: int) -> float:
+        piece = self._lookup.before(rank, self.now)
         while piece is not None and (piece.span is None or piece.span.kind == "wait for ranks"):
             if piece.begin <= self._begin:
                 return self._begin
             piece = self._lookup.before(rank, piece.begin)
-        return min(piece.end, now) if piece is not None else self._begin
+        return min(piece.end, self.now) if piece is not None else self._begin
 
 
 def _kind_and_name(span: Span | None) -> tuple[PathKind, str]:

@@ -11,8 +11,8 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, chain, pairwise
-from typing import Any, Literal
+from itertools import accumulate, chain, islice, pairwise
+from typing import Any, Literal, NamedTuple
 
 from pipegrad.errors import PipegradError, ScheduleError
 from pipegrad.plugins.registry import Plugin
@@ -20,17 +20,21 @@ from pipegrad.schedules import generate, registry
 from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Program
-from pipegrad.schedules.schedule import Action, Schedule
-from pipegrad.simulation.balance import balanced_seconds
+from pipegrad.schedules.schedule import Schedule
 from pipegrad.simulation.choose import OF_CHUNKS, knowing, times_of
 from pipegrad.simulation.costs import Costs, HostCosts, Network, StageCosts
-from pipegrad.simulation.explain.breakdown import Breakdown, break_down, typical_step
-from pipegrad.simulation.explain.critical_path import CriticalPath, critical_path
+from pipegrad.simulation.explain.critical_path import (
+    Breakdown,
+    CriticalPath,
+    break_down,
+    critical_path,
+    typical_step,
+)
 from pipegrad.simulation.explain.inferred import costs_of, program_of
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.explain.sentence import as_arguments, sentence
-from pipegrad.simulation.fastest_cut import fastest_cut
-from pipegrad.simulation.simulator import simulate
+from pipegrad.simulation.fastest_cut import balanced_seconds, fastest_cut
+from pipegrad.simulation.simulator import Simulation, simulate
 from pipegrad.simulation.timeline import BATCH, Timeline, in_percent, in_time
 
 _ROUGH = 0.1  # what a simulation may be off before advice says so
@@ -110,22 +114,22 @@ def explain(
         costs = costs or costs_of(lookup)
         advice.extend(advise(program, costs, step_seconds=breakdown.seconds, of=timeline))
         if advice and timeline.source == "measured":
-            steps = simulate(program, costs, num_steps=_num_steps(costs), records=False)
-            expected = steps.step_seconds[-1]
+            expected = _last_step(program, costs).step_seconds[-1]
             # Waiting for data is measured, and is no error of the simulation.
             without = breakdown.seconds - path.seconds_of("host", BATCH)
             error = abs(expected - without) / breakdown.seconds if breakdown.seconds else 0.0
             if error > _ROUGH:
-                simulated = f"a simulation of this step takes {in_time(expected)}"
-                off = f"a gain may be wrong by {in_percent(error)} of a step"
-                notes.append(f"{simulated}: {off}")
+                notes.append(
+                    f"a simulation of this step takes {in_time(expected)}: a gain may be wrong by "
+                    f"{in_percent(error)} of a step"
+                )
         is_split = any(stage.weight_seconds for stage in costs.stages)
         if timeline.source == "predicted" and not is_split and timeline.num_ranks > 1:
             notes.append(
                 "weight_seconds of the costs are 0, so nothing is known of schedules that split "
                 "backwards: measure_costs of a Scheduler with such a schedule, as zb-h1, has them"
             )
-        if _most_tried(program) < _ALL_TRIED:
+        if _MOST_ITEMS // max(1, program.num_items) < _ALL_TRIED:
             notes.append("the schedule is large: not all changes were simulated")
     except ScheduleError as refusal:  # the step was recorded in part
         notes.append(f"no advice: {str(refusal).partition(chr(10))[0]}")
@@ -190,17 +194,17 @@ def advise(
     Raises:
         ScheduleError: If the costs are not those of the program's stages.
     """
-    num_steps = _num_steps(costs)
-    base = simulate(program, costs, num_steps=num_steps, records=False).step_seconds[-1]
+    base = _last_step(program, costs).step_seconds[-1]
     if base <= 0:
         return ()
     # Time that the simulation does not know, such as waiting for data, is not saved either.
     now = max(base, step_seconds or 0.0)
     knows_memory = any(stage.held_bytes or stage.activation_bytes for stage in costs.stages)
-    most = _most_tried(program) // num_steps
+    # Many changes of a small program are simulated, and few of a large one.
+    most = max(1, _MOST_ITEMS // max(1, program.num_items) // _num_steps(costs))
     result, pairs = list[Advice](), list[Advice]()
-    for _, what_if in zip(range(max(1, most)), what_ifs(program, costs, of), strict=False):
-        simulated = simulate(what_if.program, what_if.costs, num_steps=num_steps, records=False)
+    for what_if in islice(what_ifs(program, costs, of), most):
+        simulated = _last_step(what_if.program, what_if.costs, _num_steps(costs))
         gain = (base - simulated.step_seconds[-1]) / now
         if gain >= _LEAST_GAIN:
             expected = (step_seconds or base) * (1 - gain)
@@ -219,13 +223,11 @@ def _num_steps(costs: Costs) -> int:
     return 2 if not costs.ranks_meet or any(c.readers for c in costs.collectives.values()) else 1
 
 
-def _most_tried(program: Program) -> int:
-    """Returns how many changes are simulated at most: many of a small program, few of a large."""
-    return max(1, _MOST_ITEMS // max(1, program.num_items))
+def _last_step(program: Program, costs: Costs, num_steps: int = 0) -> Simulation:
+    return simulate(program, costs, num_steps=num_steps or _num_steps(costs), records=False)
 
 
-@dataclass(frozen=True)
-class WhatIf:
+class WhatIf(NamedTuple):
     """A change that may make a step shorter.
 
     Attributes:
@@ -257,8 +259,8 @@ def what_ifs(program: Program, costs: Costs, of: Timeline | None = None) -> Iter
     yield from _narrow_reductions(program, costs, of)
     for coded in codecs:
         for other in _other_schedules(program, coded.costs):
-            yield replace(
-                other, cause="links", change=f"{coded.change} and {other.change}", is_pair=True
+            yield other._replace(
+                cause="links", change=f"{coded.change} and {other.change}", is_pair=True
             )
 
 
@@ -282,14 +284,8 @@ def _bounds(program: Program, costs: Costs) -> Iterator[WhatIf]:
 # Computing.
 
 
-def compute_seconds(program: Program, costs: Costs) -> list[float]:
-    """Returns for each rank what it computes in a step."""
-    kinds = (costs.stages[a.stage].seconds(a.kind) for own in program.schedule.actions for a in own)
-    return [sum(next(kinds) for _ in own) for own in program.schedule.actions]
-
-
 def _evened(program: Program, costs: Costs) -> Iterator[WhatIf]:
-    seconds, ranks = compute_seconds(program, costs), program.schedule.stage_to_rank
+    seconds, ranks = costs.compute_seconds(program.schedule), program.schedule.stage_to_rank
     if not _are_uneven(seconds):
         return
     mean = sum(seconds) / len(seconds)
@@ -311,7 +307,7 @@ def _recut(
         for part in own.values()
     ]
     begins = tuple(accumulate(map(len, layers)))[:-1]
-    balanced = balanced_seconds(map(_seconds, each), len(layers))
+    balanced = balanced_seconds((own.seconds("F") + own.seconds("B") for own in each), len(layers))
     better = fastest_cut(
         program,
         lambda cut: replace(costs, stages=_cut_at(costs, each, cut)),
@@ -321,18 +317,14 @@ def _recut(
     )
     if better != begins:
         ranks = program.schedule.stage_to_rank
-        seconds = compute_seconds(program, costs)
-        cause: Cause = "ranks" if _are_uneven(seconds) else "pipeline"
+        is_uneven = _are_uneven(costs.compute_seconds(program.schedule))
+        cause: Cause = "ranks" if is_uneven else "pipeline"
         moved = replace(costs, stages=_cut_at(costs, each, better))
         yield WhatIf(cause, _in_words(ranks, layers, begins, better), program, moved)
 
 
 def _are_uneven(seconds: Sequence[float]) -> bool:
     return max(seconds) > _UNEVEN * sum(seconds) / len(seconds)
-
-
-def _seconds(stage: StageCosts) -> float:
-    return stage.forward_seconds + stage.backward_seconds
 
 
 def _times(stage: StageCosts, factor: float) -> StageCosts:
@@ -416,17 +408,9 @@ def _more_microbatches(program: Program, costs: Costs, of: Timeline | None) -> I
         for m in (now.num_microbatches, number)
     )
     if same and more and same.actions == now.actions and more.stage_to_rank == now.stage_to_rank:
-        stages = tuple(
-            replace(
-                _times(stage, 0.5),
-                activation_bytes=stage.activation_bytes // 2,
-                factor_bytes=stage.factor_bytes // 2,
-                outputs={name: size // 2 for name, size in stage.outputs.items()},
-            )
-            for stage in costs.stages
-        )
+        # A microbatch of half the rows costs what one of two chunks of a sequence does.
+        halved = replace(costs, stages=tuple(stage.of_chunk(2) for stage in costs.stages))
         change = f"parallel.microbatches = {number}, if half the rows take half the time"
-        halved = replace(costs, stages=stages)
         yield WhatIf("pipeline", change, _lowered(program, more), halved)
 
 
@@ -470,14 +454,12 @@ def _generated(plugin: Plugin, now: Schedule, times: Times | None) -> Schedule |
 
 def _activations(schedule: Schedule, now: Schedule) -> str:
     """Returns in words what a schedule holds, if it holds more than the present one."""
-    most, before = (max(map(_live, each.actions)) for each in (schedule, now))
+    changes = {"F": 1, "B": -1, "I": 0, "W": -1}
+    most, before = (
+        max(max(accumulate(changes[a.kind] for a in own), default=0) for own in each.actions)
+        for each in (schedule, now)
+    )
     return f" (a rank holds {most} activations, now {before})" if most > before else ""
-
-
-def _live(actions: Sequence[Action]) -> int:
-    """Returns the most microbatches of a rank, over its stages, that wait for their backward."""
-    changes = (1 if a.kind == "F" else -1 if a.kind in ("B", "W") else 0 for a in actions)
-    return max(accumulate(changes), default=0)
 
 
 def _lowered(program: Program, schedule: Schedule) -> Program:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby, pairwise
 from operator import attrgetter
 from statistics import median
 
@@ -20,8 +22,8 @@ from pipegrad.simulation.costs import (
     Network,
     StageCosts,
 )
-from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
-from pipegrad.simulation.timeline import COMPUTE, Span
+from pipegrad.simulation.explain.lookup import Lookup, name_of
+from pipegrad.simulation.timeline import COMPUTE, ON_RANK, Span, Timeline
 
 # A timeline has times and no bytes. Values get the bytes that they would have at this rate, so that
 # what-ifs can change sizes and rates.
@@ -101,7 +103,7 @@ def costs_of(lookup: Lookup) -> Costs:
         stages,
         network,
         collectives,
-        _host(lookup),
+        host_costs(replace(lookup.timeline, spans=tuple(lookup.spans))),
         ranks_meet=_ranks_meet(lookup),
         meeting_seconds=_meeting_seconds(lookup),
     )
@@ -195,23 +197,29 @@ def _collective_seconds(lookup: Lookup) -> Mapping[tuple[str, str], float]:
     return defaultdict(float, {key: median(own) for key, own in result.items()})
 
 
-def _host(lookup: Lookup) -> HostCosts:
-    """Returns what hosts take: what is recorded, and gaps between the spans of a rank."""
-    actions, steps = list[float](), list[float]()
-    for rank in range(lookup.timeline.num_ranks):
-        for step in range(len(lookup.timeline.step_ends)):
-            pieces = list(lookup.between(rank, *lookup.step(step)))
-            computes = [n for n, p in enumerate(pieces) if p.span and p.span.kind in COMPUTE]
-            if computes:
-                inside = pieces[computes[0] : computes[-1]]
-                outside = pieces[: computes[0]] + pieces[computes[-1] :]
-                actions.append(_host_seconds(inside) / len(computes))
-                steps.append(_host_seconds(p for p in outside if p.span))
-    return HostCosts(action_seconds=_median(actions), step_seconds=_median(steps))
+def host_costs(timeline: Timeline) -> HostCosts:
+    """Returns what hosts take on top of computing, of a measured timeline.
 
-
-def _host_seconds(pieces: Iterable[Piece]) -> float:
-    return sum(p.seconds for p in pieces if p.span is None or p.span.kind == "host")
+    The host time right before a compute is that of an action: a mean. All other host time is that
+    of the step, on the rank that has least. Other ranks also wait in it for what no span
+    says, such as the loss of the last stage.
+    """
+    before, actions, rests = 0.0, 0, list[float]()
+    on_rank = (span for span in timeline.spans if span.kind in ON_RANK)
+    in_order = sorted(on_rank, key=attrgetter("rank", "begin", "end"))
+    for _, of_rank in groupby(in_order, key=attrgetter("rank")):
+        spans = list(of_rank)
+        host = sum(s.seconds for s in spans if s.kind == "host")
+        own = sum(
+            s.seconds for s, after in pairwise(spans) if s.kind == "host" and after.kind in COMPUTE
+        )
+        before += own
+        actions += sum(s.kind in COMPUTE for s in spans)
+        rests.append(host - own)
+    return HostCosts(
+        action_seconds=before / max(actions, 1),
+        step_seconds=max(0.0, min(rests, default=0.0)) / max(len(timeline.step_ends), 1),
+    )
 
 
 def _meeting_seconds(lookup: Lookup) -> float:

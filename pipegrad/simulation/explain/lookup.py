@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
-from pipegrad.simulation.timeline import COMPUTE, ON_RANK, Span, Timeline
+from pipegrad.simulation.timeline import BESIDE, COMPUTE, ON_RANK, Span, Timeline
 
 # Clocks of ranks are aligned to about this, so "at the same time" means this much in a measured
 # timeline. A predicted one has rounding errors alone.
 _MEASURED_TOLERANCE, _PREDICTED_TOLERANCE = 1e-4, 1e-9
-# A host that does not have to wait may be so long about it.
+# A host that does not have to wait may be so long about it: a wait that took longer was a wait.
 _LEAST_WAIT_SECONDS = 2.5e-4
 _MOST_BESIDE = 1000  # reductions of a rank among which that of a wait is looked for
 _Key = tuple[int, int, int, int, int]
+_END = attrgetter("end")
 
 
 class Piece(NamedTuple):
@@ -48,71 +49,58 @@ class Lookup:
         is_predicted: True if it was simulated. A simulated transfer begins when the one before it
             has left. A measured one begins when it is handed to the backend, and may then wait.
         tolerance: Two times that differ by less, in seconds, are one time.
-        least_wait_seconds: A wait that took longer was a wait; another may be time of the host.
+        pieces: For each rank what it did.
     """
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self.is_predicted = timeline.source == "predicted"
         self.tolerance = _PREDICTED_TOLERANCE if self.is_predicted else _MEASURED_TOLERANCE
-        self.least_wait_seconds = 0.0 if self.is_predicted else _LEAST_WAIT_SECONDS
+        least_wait_seconds = 0.0 if self.is_predicted else _LEAST_WAIT_SECONDS
         self._transfers: dict[_Key, Span] = {}
         self._awaited = set[_Key]()
         self._makers = defaultdict[tuple[int, int, int], list[Span]](list)
         self._edges = defaultdict[tuple[int, int], list[Span]](list)
-        self._beside = defaultdict[tuple[str, int], dict[str, list[Span]]](dict)
+        self._beside = defaultdict[tuple[str, int], list[Span]](list)
         self._beside_rank = defaultdict[tuple[str, int], list[Span]](list)
-        own: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
         possible = (s for s in timeline.spans if 0 <= s.rank < timeline.num_ranks)
         possible = (s for s in possible if -math.inf < s.begin <= s.end < math.inf)
         self.spans = sorted(possible, key=attrgetter("end", "begin"))
+        own: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
         for span in self.spans:
-            self._enter(span, own[span.rank])
-        self._edge_ends = {edge: [s.end for s in spans] for edge, spans in self._edges.items()}
-        self.pieces = [self._without_overlap(spans) for spans in own]
-        self._piece_ends = [[piece.end for piece in pieces] for pieces in self.pieces]
-
-    def _enter(self, span: Span, own: list[Span]) -> None:
-        if span.kind in ON_RANK:
-            own.append(span)
+            if span.kind in ON_RANK:
+                own[span.rank].append(span)
             if span.kind in COMPUTE:
                 self._makers[span.rank, span.microbatch, span.step].append(span)
-            elif span.kind == "wait for receive" and span.seconds > self.least_wait_seconds:
+            elif span.kind == "wait for receive" and span.seconds > least_wait_seconds:
                 self._awaited.add(_key(span.peer, span.rank, span))
-        elif span.kind == "transfer":
-            self._transfers[_key(span.rank, span.peer, span)] = span
-            self._edges[span.rank, span.peer].append(span)
-        else:
-            self._beside[span.kind, span.step].setdefault(name_of(span), []).append(span)
-            self._beside_rank[span.kind, span.rank].append(span)
+            elif span.kind == "transfer":
+                self._transfers[_key(span.rank, span.peer, span)] = span
+                self._edges[span.rank, span.peer].append(span)
+            elif span.kind in BESIDE:
+                self._beside[span.kind, span.step].append(span)
+                self._beside_rank[span.kind, span.rank].append(span)
+        self.pieces = [list(self._pieces(spans)) for spans in own]
 
-    def _without_overlap(self, spans: list[Span]) -> list[Piece]:
-        pieces, now = list[Piece](), 0.0
+    def _pieces(self, spans: list[Span]) -> Iterator[Piece]:
+        now, last = 0.0, max(self.timeline.step_ends, default=0.0)
         for span in sorted(spans, key=attrgetter("begin", "end")):
             if span.begin > now:
-                pieces.append(Piece(now, span.begin, None))
-                now = span.begin
+                yield Piece(now, span.begin, None)
             if span.end > now:
-                pieces.append(Piece(now, span.end, span))
-                now = span.end
-        last = max(self.timeline.step_ends, default=0.0)
+                yield Piece(max(now, span.begin), span.end, span)
+            now = max(now, span.end)
         if last > now:
-            pieces.append(Piece(now, last, None))
-        return pieces
+            yield Piece(now, last, None)
 
     # Times.
-
-    def step(self, step: int) -> tuple[float, float]:
-        """Returns when a step begins and ends."""
-        ends = self.timeline.step_ends
-        return (ends[step - 1] if step else 0.0), ends[step]
 
     def between(self, rank: int, begin: float, end: float) -> Iterator[Piece]:
         """Yields what a rank did between two times, cut at both."""
         if not 0 <= rank < self.timeline.num_ranks:
             return
         pieces = self.pieces[rank]
-        for number in range(bisect_right(self._piece_ends[rank], begin), len(pieces)):
+        for number in range(bisect_right(pieces, begin, key=_END), len(pieces)):
             piece = pieces[number]
             if piece.begin >= end:
                 return
@@ -124,7 +112,7 @@ class Lookup:
             return None
         # What ended within the tolerance before `time` ended at it.
         pieces = self.pieces[rank]
-        number = bisect_left(self._piece_ends[rank], time - self.tolerance)
+        number = bisect_left(pieces, time - self.tolerance, key=_END)
         piece = pieces[min(number, len(pieces) - 1)] if pieces else None
         return piece if piece is not None and piece.begin < time else None
 
@@ -133,8 +121,10 @@ class Lookup:
 
         They are in the order in which they began.
         """
-        groups = self._beside.get((kind, step), {}).values()
-        return sorted(groups, key=lambda spans: min(span.begin for span in spans))
+        groups = defaultdict[str, list[Span]](list)
+        for span in self._beside[kind, step]:
+            groups[name_of(span)].append(span)
+        return sorted(groups.values(), key=lambda spans: min(span.begin for span in spans))
 
     def transfer_seconds(self, transfer: Span) -> float:
         """Returns how long a transfer took, without what it waited for the one before it."""
@@ -161,9 +151,9 @@ class Lookup:
     def transfer_before(self, transfer: Span) -> Span | None:
         """Returns the transfer of the same edge that arrived last before this one."""
         edge = transfer.rank, transfer.peer
-        number = bisect_left(self._edge_ends[edge], transfer.end) - 1
-        earlier = self._edges[edge][number] if number >= 0 else None
-        return earlier if earlier is not None and self.has_end(earlier) else None
+        number = bisect_left(self._edges[edge], transfer.end, key=_END)
+        earlier = self._edges[edge][max(0, number - 1) : number]
+        return next(filter(self.has_end, earlier), None)
 
     def has_end(self, transfer: Span) -> bool:
         """Returns whether it is known when a transfer arrived.
@@ -188,9 +178,9 @@ class Lookup:
         number = bisect_right(own, by + self.tolerance, key=attrgetter("end"))
         ended = own[max(0, number - _MOST_BESIDE) : number]
         named = [s for s in ended if name_of(s) == name_of(wait)]
-        for span in named[-1:] or ended[-1:]:
-            return self._beside[kind, span.step][name_of(span)]
-        return self._beside.get((kind, wait.step), {}).get(name_of(wait), [])
+        found = next(iter(named[-1:] or ended[-1:]), wait)
+        all_ranks = self._beside[kind, found.step]
+        return [span for span in all_ranks if name_of(span) == name_of(found)]
 
 
 def _key(source: int, target: int, span: Span) -> _Key:

@@ -54,11 +54,10 @@ def sentence(explanation: Explanation) -> str:
         clauses.append(_Clause(1 / 2, words))
     elif noise <= TOO_NOISY:
         clauses += [c for c in _simulated(explanation, rough) if c.weight >= rough]
-    limit = f"no change is simulated to save more than the noise, {in_percent(rough)}"
+    limit = f"the noise, {in_percent(rough)}"
     if explanation.error > noise:
-        off = f"the {in_percent(rough)} that the simulation of this step is off by"
-        limit = f"no change is simulated to save more than {off}"
-    words = f"nothing stands out: {limit}"
+        limit = f"the {in_percent(rough)} that the simulation of this step is off by"
+    words = f"nothing stands out: no change is simulated to save more than {limit}"
     if clauses:
         words = max(clauses, key=lambda clause: clause.weight).words
     elif noise > TOO_NOISY:
@@ -99,7 +98,9 @@ def _simulated(explanation: Explanation, noise: float) -> Iterator[_Clause]:
     real = [a for a in explanation.advice if not a.is_bound and a.gain >= noise]
     bounds = {a.cause: a.gain for a in explanation.advice if a.is_bound}
     by_cause = {cause: [a for a in real if a.cause == cause] for cause in bounds | {"pipeline": 0}}
-    slowest = f"rank {_slowest(explanation)} holds everyone up"
+    ranks = explanation.breakdown.ranks
+    most = max(ranks, key=lambda own: (own.computing, -own.rank)).rank
+    slowest = f"rank {most} holds everyone up"
     if "ranks" in bounds and not by_cause["ranks"]:
         saved = f"at most {in_percent(bounds['ranks'])} less"
         alike = f"move layers from it, so that all ranks compute alike: {saved}"
@@ -111,9 +112,7 @@ def _simulated(explanation: Explanation, noise: float) -> Iterator[_Clause]:
         both = sorted([*by_cause["links"], *order], key=lambda a: -a.gain)
         yield from _against(both, _slow_link(explanation))
     else:
-        idle = 1 - sum(r.computing for r in explanation.breakdown.ranks) / max(
-            1, len(explanation.breakdown.ranks)
-        )
+        idle = 1 - sum(own.computing for own in ranks) / len(ranks)
         words = f"ranks compute nothing in {in_percent(idle)} of it, mostly at its begin and end"
         yield from _against(order, words)
     waits = "ranks wait for reductions of gradients"
@@ -150,11 +149,6 @@ def _shares(explanation: Explanation) -> Iterator[_Clause]:
         yield _Clause(saved * share, words)
     what = notes.get("between", "what is between steps takes")
     yield _Clause(between, f"{what} {in_percent(between)} of the run")
-
-
-def _slowest(explanation: Explanation) -> int:
-    ranks = explanation.breakdown.ranks
-    return max(ranks, key=lambda own: (own.computing, -own.rank)).rank
 
 
 def _slow_link(explanation: Explanation) -> str:

@@ -86,7 +86,7 @@ def test_a_file_that_is_no_timeline_is_one_line(
         (("spans", 0, 8), 10**12, "expected integers of 32 bits"),
         (("spans", 0, 6), 99, "microbatch 99 is none of a step's"),
         (("num_microbatches",), 10**18, "at most 1,000,000"),
-        (("colour",), "red", "colour is unknown, found 'red'"),
+        (("colour",), "red", "colour: Unexpected keyword argument, found 'red'"),
     ],
 )
 def test_a_timeline_that_was_altered_is_one_line(

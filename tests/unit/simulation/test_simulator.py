@@ -214,6 +214,18 @@ def test_parameters_return_under_the_next_forwards() -> None:
     assert result.step_seconds[0] < result.step_seconds[1]
 
 
+def test_parameters_that_return_while_the_host_takes_a_message_are_there() -> None:
+    """A rank looked for them, went on with its message, and then waited for what had happened."""
+    made = program("1f1b", 2, 4)
+    found = []
+    for half_seconds in range(20):
+        tie = CollectiveCosts(sync_seconds=half_seconds / 2, stages=(0, 1), readers=(1,))
+        costs = Costs((StageCosts(1, 2),) * 2, IDEAL, {"tie": tie}, HostCosts(message_seconds=1.0))
+        found.append(sum(simulate(made, costs, num_steps=2).step_seconds))
+    assert found == sorted(found)
+    assert found[0] == found[1] < found[-1]
+
+
 def test_steps_of_ranks_that_do_not_meet_overlap() -> None:
     """Without a meeting zbv has no bubble: a tail overlaps the next head."""
     made = program("zbv", 4, 8)

@@ -10,8 +10,7 @@ import pytest
 
 from pipegrad.schedules import Program, build, lower
 from pipegrad.simulation.costs import CollectiveCosts, Costs, LinkCosts, Network, StageCosts
-from pipegrad.simulation.explain.breakdown import break_down
-from pipegrad.simulation.explain.critical_path import CriticalPath, critical_path
+from pipegrad.simulation.explain.critical_path import CriticalPath, break_down, critical_path
 from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.simulator import simulate
