@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from pipegrad import run_files
-from pipegrad.commands.command_options import Number, Whole, explained, wants_traceback
+from pipegrad.commands.command_options import Number, explained, wants_traceback
 from pipegrad.errors import PipegradError, in_words, reason
 from pipegrad.printable import printable_lines
 
@@ -28,12 +28,12 @@ _LIBRARY = re.compile(r"/torch/|/pipegrad/|<frozen|/importlib/")
     "-n",
     "--ranks",
     "num_ranks",
-    type=Whole(min=1, max=256),
+    type=click.IntRange(min=1, max=256),
     default=4,
     show_default=True,
     help="Ranks to start on this machine; torchrun starts its own.",
 )
-@click.option("--steps", type=Whole(min=1), help="Steps to compare; by default all.")
+@click.option("--steps", type=click.IntRange(min=1), help="Steps to compare; by default all.")
 @click.option(
     "--tolerance",
     type=Number(min=0.0, min_open=True),

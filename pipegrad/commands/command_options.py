@@ -6,60 +6,37 @@ import functools
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipegrad.errors import ConfigError, PipegradError, in_words, reason, root_of
+from pipegrad.errors import PipegradError, in_words, reason, root_of
 from pipegrad.limits import LONG_CELLS
 from pipegrad.printable import printable, printable_lines
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
     from pipegrad.simulation.timeline import Timeline
 
 # torch takes seconds to import: a command imports what it needs when it runs.
 
 
-class _InWords(click.ParamType):  # type: ignore[type-arg, unused-ignore] # click 8.3 made it generic
-    """A finite number in a range; anything else is refused in a sentence."""
-
-    expected: str
+class Number(click.FloatRange):
+    """A finite number in a range."""
 
     def convert(
         self,
         value: Any,  # noqa: ANN401 - a text, or a default
         param: click.Parameter | None,
         ctx: click.Context | None,
-    ) -> Any:  # noqa: ANN401 - an int or a float
-        number: Any = None
-        kind = cast(click.FloatRange, self)
-        with suppress(click.BadParameter):
-            number = super().convert(value, param, ctx)
-        if number is None or not abs(number) < math.inf:
-            bounds = f" above {kind.min}" if kind.min_open else f" of at least {kind.min}"
-            if kind.max is not None:
-                bounds = f" from {kind.min:,} to {kind.max:,}"
-            self.fail(f"{str(value)!r:.80}: expected {self.expected}{bounds}", param, ctx)
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
         return number
-
-
-class Whole(_InWords, click.IntRange):
-    """A whole number in a range."""
-
-    expected = "a whole number"
-
-
-class Number(_InWords, click.FloatRange):
-    """A number in a range."""
-
-    expected = "a number"
 
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -86,8 +63,8 @@ _CHANGES = (
 
 
 _SIZED = (
-    click.option("--ranks", type=Whole(min=1), required=True, help="Of the pipeline."),
-    click.option("--microbatches", type=Whole(min=1), required=True, help="Of a step."),
+    click.option("--ranks", type=click.IntRange(min=1), required=True, help="Of the pipeline."),
+    click.option("--microbatches", type=click.IntRange(min=1), required=True, help="Of a step."),
     click.option(
         "--set",
         "settings",
@@ -179,80 +156,53 @@ def tell_if_long(num_cells: int, part: str) -> None:
         click.echo(f"{seconds:4.0f} s: {part}, {num_cells:,} actions each way", err=True)
 
 
-def saving(path: Path, save: Callable[[Path], None]) -> None:
-    """Saves into the file of the option --save.
+def saving(option: str, path: Path, save: Callable[[Path], object]) -> None:
+    """Saves into the file of an option.
 
     Raises:
-        ConfigError: If that fails. The message names the option and the file.
+        click.ClickException: If that fails. The message names the option and the file.
     """
     try:
         save(path)
     except (OSError, ValueError) as error:  # a path may be none
-        raise ConfigError(f"--save {path}: {reason(error)}") from error
-
-
-def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
-    """Prints parts. A part that is text is one line, and is not wrapped."""
-    for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))
+        raise click.ClickException(f"{option} {path}: {reason(error)}") from error
 
 
 _FORMATS = {
     "html": "a page for the browser: zoom, filters, the reason of each wait",
     "svg": "a figure",
-    "perfetto": "JSON for ui.perfetto.dev",
 }
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """The files that a command is asked to write.
+def draw(pictures: Mapping[str, Path], timelines: Sequence[Timeline]) -> None:
+    """Writes one or two timelines into the files that a command was asked for, and says which.
 
-    Attributes:
-        paths: For each format that was asked for, the file.
+    Raises:
+        click.ClickException: If a timeline cannot be drawn, or a file cannot be written.
     """
+    from pipegrad.picture import write_figure, write_html
 
-    paths: Mapping[str, Path]
-
-    @property
-    def is_wanted(self) -> bool:
-        """False if there is nothing to write, so that no timeline is needed."""
-        return bool(self.paths)
-
-    def write(self, timelines: Sequence[Timeline]) -> None:
-        """Writes all files from one or two timelines, and says which.
-
-        Raises:
-            click.ClickException: If a file cannot be written.
-            ScheduleError: If a timeline cannot be drawn.
-        """
-        from pipegrad.picture import write_figure, write_html, write_perfetto
-
-        write = {"html": write_html, "svg": write_figure, "perfetto": write_perfetto}
-        for name, path in self.paths.items():
-            try:
-                write[name](timelines, path)
-            except (OSError, ValueError) as error:
-                raise click.ClickException(f"--{name} {path}: {reason(error)}") from error
-            click.echo(printable(f"wrote {path}"), err=True)
+    write = {"html": write_html, "svg": write_figure}
+    for name, path in pictures.items():
+        saving(f"--{name}", path, partial(write[name], timelines))
+        click.echo(printable(f"wrote {path}"), err=True)
 
 
 def draws(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options, and a `Drawing` as its first argument.
+    """Gives a command the options, and as its first argument the file of each that was given.
 
     For example::
 
         @click.command()
         @draws
-        def simulate(drawing: Drawing) -> None:
-            if drawing.is_wanted:
-                drawing.write([timeline])
+        def simulate(pictures: Mapping[str, Path]) -> None:
+            draw(pictures, [timeline])
     """
 
     @functools.wraps(command)
     def drawing(*arguments: object, **options: object) -> None:
-        paths = {name: path for name in _FORMATS if isinstance(path := options.pop(name), Path)}
-        command(Drawing(paths), *arguments, **options)
+        paths = {name: path for name in _FORMATS if (path := options.pop(name)) is not None}
+        command(paths, *arguments, **options)
 
     for name, text in reversed(_FORMATS.items()):
         add = click.option(f"--{name}", type=Path, metavar="FILE", help=f"Write {text}.")

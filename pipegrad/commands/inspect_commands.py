@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +13,10 @@ import click
 
 from pipegrad.commands.command_options import (
     AS_JSON,
-    Drawing,
     Number,
-    Whole,
+    draw,
     draws,
     explained,
-    print_parts,
     saving,
     tell_if_long,
     usage_errors,
@@ -39,7 +37,9 @@ _FILE = "timeline.json"
 
 @click.command()
 @click.argument("run", type=Path, metavar="RUN")
-@click.option("--step", type=Whole(min=0), help="Of the recorded ones; by default the median one.")
+@click.option(
+    "--step", type=click.IntRange(min=0), help="Of the recorded ones; by default the median one."
+)
 @click.option(
     "--against",
     type=Path,
@@ -49,7 +49,12 @@ _FILE = "timeline.json"
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @draws
 def trace(
-    drawing: Drawing, run: Path, step: int | None, against: Path | None, *, as_json: bool
+    pictures: Mapping[str, Path],
+    run: Path,
+    step: int | None,
+    against: Path | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Print where a recorded step went: what each rank did, and what decided when it ended.
 
@@ -61,14 +66,14 @@ def trace(
         timeline = _loaded(run)
         tell_if_long(len(timeline.stage_to_rank) * timeline.num_microbatches, "explains a step")
         explanation = explain(timeline, step=step)
-        if against and not drawing.is_wanted:
+        if against and not pictures:
             raise click.UsageError("--against is drawn: say where, as in --html FILE")
-        if drawing.is_wanted:
-            drawing.write([*([_loaded(against)] if against else []), timeline])
+        draw(pictures, [*([_loaded(against)] if against else []), timeline])
     if as_json:
         click.echo(json.dumps(explanation.to_json(), indent=2))
         return
-    from pipegrad.train.rendering import make_console, rendered_explanation
+    from pipegrad.tables import make_console, print_parts
+    from pipegrad.train.rendering import rendered_explanation
 
     head = (
         f"{timeline.name}: {timeline.num_ranks} ranks, {len(timeline.stage_to_rank)} stages, "
@@ -116,8 +121,8 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
 
     from pipegrad.comm.agreement import once_a_machine
     from pipegrad.observe.doctor import examine
+    from pipegrad.tables import make_console, print_parts
     from pipegrad.train.process import process_group
-    from pipegrad.train.rendering import make_console
 
     with usage_errors(), process_group(timeout_seconds):
         try:
@@ -128,7 +133,7 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
                 else:
                     print_parts(make_console(), _parts(result))
                 if save:
-                    saving(save, result.costs.save)
+                    saving("--save", save, result.costs.save)
         except (PipegradError, RuntimeError) as error:
             message = f"Error: {explained(error)}"
             once_a_machine(lambda: click.echo(message, err=True))
@@ -149,7 +154,7 @@ def _device(name: str) -> torch.device:
 
 
 def _parts(result: Examination) -> Iterator[RenderableType]:
-    from pipegrad.train.rendering import table
+    from pipegrad.tables import table
 
     versions = list(dict.fromkeys(name for facts in result.ranks for name in facts.versions))
     yield table(
@@ -261,7 +266,7 @@ def _lister(name: str, group: str, what: str) -> click.Command:
         if as_json:
             click.echo(json.dumps(entries, indent=2))
             return
-        from pipegrad.train.rendering import make_console, table
+        from pipegrad.tables import make_console, print_parts, table
 
         columns = ["name", "distribution", "version", "value"]
         cells = ([entry[column] for column in columns] for entry in entries)

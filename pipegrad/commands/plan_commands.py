@@ -6,26 +6,24 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from pipegrad.commands.command_options import (
     AS_JSON,
-    Drawing,
     Number,
-    Whole,
     configured,
+    draw,
     draws,
     explained,
-    print_parts,
     saving,
     sized,
     tell_if_long,
     usage_errors,
 )
-from pipegrad.errors import PipegradError, reason
+from pipegrad.errors import PipegradError
 from pipegrad.limits import check_size
 from pipegrad.printable import printable, printable_lines
 
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from pipegrad.orders.verification import Communicators, Sends
     from pipegrad.partition.cut_model import Cut
     from pipegrad.schedules import Schedule, ScheduleGenerator
-    from pipegrad.simulation.costs import CodecCosts, Costs
+    from pipegrad.simulation.costs import Costs
     from pipegrad.simulation.explain.explanation import Explanation
     from pipegrad.simulation.simulator import Simulation
     from pipegrad.train.config import Config
@@ -50,10 +48,10 @@ _UNREADABLE = 2  # as of `pipegrad audit`
 @configured
 @click.option(
     "--ranks",
-    type=Whole(1, _MOST_RANKS),
+    type=click.IntRange(1, _MOST_RANKS),
     help="How many; by default as CONFIG says.",
 )
-@click.option("--rank", type=Whole(min=0), help="Print all that this rank does.")
+@click.option("--rank", type=click.IntRange(min=0), help="Print all that this rank does.")
 @click.option(
     "--costs",
     "costs_file",
@@ -71,7 +69,7 @@ _UNREADABLE = 2  # as of `pipegrad audit`
 @AS_JSON
 @draws
 def plan(
-    drawing: Drawing,
+    pictures: Mapping[str, Path],
     loaded: Callable[[], Config],
     *,
     ranks: int | None,
@@ -83,7 +81,8 @@ def plan(
     """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
     from pipegrad.simulation.auto import Auto
     from pipegrad.simulation.costs import Costs
-    from pipegrad.train.rendering import make_console, rendered_summary
+    from pipegrad.tables import make_console, print_parts
+    from pipegrad.train.rendering import rendered_summary
     from pipegrad.train.summary import make_summary, predicted, rank_as_text, summarize_rank
 
     with usage_errors():
@@ -94,8 +93,8 @@ def plan(
             costs = _profiled(job, costs, profile_file)
             if isinstance(job.generator.plugin, Auto):  # it chooses with what was measured
                 job, cut, manifest = _prepared(config, ranks, profile_file)
-        if drawing.is_wanted:
-            drawing.write([predicted(job, manifest, costs)])
+        if pictures:
+            draw(pictures, [predicted(job, manifest, costs)])
         if rank is not None and as_json:
             click.echo(json.dumps(summarize_rank(job, manifest, rank), indent=2))
         elif rank is not None:
@@ -113,10 +112,7 @@ def _profiled(job: Job, costs: Costs | None, path: Path) -> Costs:
     from pipegrad.train.stages import profile_job
 
     result = replace(costs or Costs(()), stages=profile_job(job))
-    try:
-        result.save(path)
-    except OSError as error:
-        raise click.ClickException(f"--profile {path}: {reason(error)}") from error
+    saving("--profile", path, result.save)
     return result
 
 
@@ -174,6 +170,15 @@ Command = TypeVar("Command", bound=Callable[..., None])
 _MIB = 2**20
 _MOST_STEPS = 10_000
 _MOST_SHOWN = 10  # steps that are printed
+_ASSUMED_OF_CODECS = (
+    ", assumed: values are float32, and encoding and decoding take no time "
+    "(pipegrad.measure_costs measures that)"
+)
+_ASSUMED = (  # the costs of `_uniform` in words
+    "assumed: forward {forward_ms:g} ms, backward {backward_ms:g} ms (split: {weight_ms:g} ms in "
+    "W) of a microbatch on each rank; {mib:g} MiB to the next stage; {gbit:g} Gbit/s, "
+    "{latency_us:g} us a message"
+)
 
 
 def _amount(
@@ -208,13 +213,17 @@ def _amount(
     help="Codecs of all hops, or TOML as in parallel.codecs; for those of the costs.",
 )
 @click.option(
-    "--steps", type=Whole(1, _MOST_STEPS), default=1, show_default=True, help="Steps in a row."
+    "--steps",
+    type=click.IntRange(1, _MOST_STEPS),
+    default=1,
+    show_default=True,
+    help="Steps in a row.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--save", type=Path, metavar="FILE", help="Save the timeline, as JSON.")
 @draws
 def simulate(
-    drawing: Drawing,
+    pictures: Mapping[str, Path],
     *,
     schedule: str,
     ranks: int,
@@ -225,8 +234,7 @@ def simulate(
     steps: int,
     as_json: bool,
     save: Path | None,
-    weight_ms: float | None,
-    **amounts: float,
+    **amounts: Any,  # noqa: ANN401 - numbers; None if W takes half of a backward
 ) -> None:
     """Print what a step of SCHEDULE takes, where it goes, and what would make it shorter.
 
@@ -240,10 +248,12 @@ def simulate(
     from pipegrad.train.config import parsed_setting
 
     def costs_of(made: Schedule) -> Costs:
-        costs = Costs.load(costs_file) if costs_file else _uniform(made, weight_ms, **amounts)
+        costs = Costs.load(costs_file) if costs_file else _uniform(made, **amounts)
         return costs if codecs_text is None else _encoded(costs, made, codecs_text)
 
     _refuse_both(costs_file)
+    if amounts["weight_ms"] is None:
+        amounts["weight_ms"] = amounts["backward_ms"] / 2
     with usage_errors():
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
         check_size(ranks, microbatches, steps)
@@ -260,12 +270,12 @@ def simulate(
         assert simulation.timeline is not None
         tell_if_long(num_cells, "looks for what would make it shorter")
         explanation = explain(simulation.timeline, program=program, costs=own)
-        basis = printable(str(costs_file)) if costs_file else _assumed(weight_ms, **amounts)
+        basis = printable(str(costs_file)) if costs_file else _ASSUMED.format(**amounts)
         basis = "; ".join((basis, *_codecs_in_words(costs)))
         timeline = replace(simulation.timeline, notes={"costs": basis})
         if save:
-            saving(save, timeline.save)
-        drawing.write([timeline])
+            saving("--save", save, timeline.save)
+        draw(pictures, [timeline])
     if as_json:
         seconds = {"step_seconds": simulation.step_seconds, "peak_bytes": simulation.peak_bytes}
         click.echo(json.dumps({"costs": basis, **seconds, **explanation.to_json()}, indent=2))
@@ -306,19 +316,13 @@ def _encoded(costs: Costs, schedule: Schedule, text: str) -> Costs:
 
 def _codecs_in_words(costs: Costs) -> Iterator[str]:
     """Yields which codecs the costs have, and what of them is assumed."""
-    by_name: dict[str, list[CodecCosts]] = {}
-    for own in costs.codecs:
-        by_name.setdefault(own.codec or "no name", []).append(own)
-    for name, each in by_name.items():
+    for name in dict.fromkeys(own.codec for own in costs.codecs):
+        each = [own for own in costs.codecs if own.codec == name]
         hops = ", ".join(dict.fromkeys("{}-{}".format(*own.ranks) for own in each))
         carried = " and ".join(dict.fromkeys(own.carries for own in each))
-        line = f"codec {name} for {carried} between the ranks {hops}"
-        if any(own.encode_seconds_per_byte + own.decode_seconds_per_byte == 0 for own in each):
-            line += (
-                ", assumed: values are float32, and encoding and decoding take no time "
-                "(pipegrad.measure_costs measures that)"
-            )
-        yield line
+        times = (own.encode_seconds_per_byte + own.decode_seconds_per_byte for own in each)
+        assumed = "" if all(times) else _ASSUMED_OF_CODECS
+        yield f"codec {name or 'no name'} for {carried} between the ranks {hops}{assumed}"
 
 
 def _made(
@@ -350,10 +354,10 @@ def _made(
 
 def _uniform(
     schedule: Schedule,
-    weight_ms: float | None,
     *,
     forward_ms: float,
     backward_ms: float,
+    weight_ms: float,
     mib: float,
     gbit: float,
     latency_us: float,
@@ -361,7 +365,6 @@ def _uniform(
     """Returns costs of ranks that are all alike."""
     from pipegrad.simulation.costs import Costs, Network, StageCosts
 
-    weight_ms = backward_ms / 2 if weight_ms is None else weight_ms
     # Schedules with several stages on a rank can then be compared with others.
     stages_per_rank = len(schedule.stage_to_rank) / schedule.num_ranks
     stage = StageCosts(
@@ -376,16 +379,6 @@ def _uniform(
     return Costs(stages, network, meeting_seconds=meeting_seconds)
 
 
-def _assumed(weight_ms: float | None, **amounts: float) -> str:
-    """Returns the costs of `_uniform` in words."""
-    weight_ms = amounts["backward_ms"] / 2 if weight_ms is None else weight_ms
-    return (
-        "assumed: forward {forward_ms:g} ms, backward {backward_ms:g} ms (split: {weight:g} ms in "
-        "W) of a microbatch on each rank; {mib:g} MiB to the next stage; {gbit:g} Gbit/s, "
-        "{latency_us:g} us a message"
-    ).format(weight=weight_ms, **amounts)
-
-
 def _show(
     schedule: Schedule,
     simulation: Simulation,
@@ -396,7 +389,8 @@ def _show(
     explained: Explanation,
 ) -> None:
     from pipegrad.simulation.timeline import in_time
-    from pipegrad.train.rendering import make_console, rendered_explanation
+    from pipegrad.tables import make_console, print_parts
+    from pipegrad.train.rendering import rendered_explanation
 
     chunks = f" of {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     numbers = (

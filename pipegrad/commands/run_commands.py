@@ -25,9 +25,7 @@ from uuid import uuid4
 import click
 
 from pipegrad.commands.command_options import (
-    Whole,
     configured,
-    print_parts,
     usage_errors,
     wants_traceback,
 )
@@ -55,8 +53,9 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
     """
     import torch.distributed as dist
 
+    from pipegrad.tables import make_console, print_parts
     from pipegrad.train.process import fail, process_group
-    from pipegrad.train.rendering import make_console, rendered_summary
+    from pipegrad.train.rendering import rendered_summary
     from pipegrad.train.run import Report, run
     from pipegrad.train.trainer import Trainer
 
@@ -129,7 +128,7 @@ def _count(_context: click.Context, _option: click.Parameter, value: str) -> int
 )
 @click.option(
     "--max-restarts",
-    type=Whole(min=0),
+    type=click.IntRange(min=0),
     default=0,
     show_default=True,
     help="How often all ranks are started again after one has failed.",
@@ -141,7 +140,7 @@ def _count(_context: click.Context, _option: click.Parameter, value: str) -> int
     help="Write what each rank prints into a file there, too.",
 )
 @click.option(
-    "--nodes", type=Whole(min=1), default=1, show_default=True, help="Number of machines."
+    "--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of machines."
 )
 @click.option(
     "--rendezvous",

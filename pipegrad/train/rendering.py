@@ -1,4 +1,4 @@
-"""Rendering: the console of commands, and what they show of a job or of a step, as rich prints it.
+"""Rendering: what commands show of a job or of a step, as parts that rich prints.
 
 A plan is one replica in about a screen. An explanation says where a step went, why, and what would
 help.
@@ -6,20 +6,17 @@ help.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 
-from pipegrad.printable import printable
 from pipegrad.schedules import Schedule
 from pipegrad.simulation.choose import rows_of
 from pipegrad.simulation.explain.explanation import Explanation
 from pipegrad.simulation.explain.sentence import TOO_NOISY, noise_of, sentence
 from pipegrad.simulation.timeline import in_time
+from pipegrad.tables import ends_of, table
 from pipegrad.train.summary import UNIT_COSTS_IN_WORDS
 
 _MIB = 2**20
@@ -28,49 +25,6 @@ _GRID_LEGEND = (
     "F forward, B backward, I and W the two parts of a split backward: 2F0 is stage 2, forward, "
     "microbatch 0. A column is one action; an empty cell is idle."
 )
-_PLAIN_WIDTH = 160  # columns without a terminal
-
-
-class _Console(Console):
-    """A console whose texts are lines, without control characters: names in them may have some."""
-
-    def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 - as rich has them
-        texts = [printable(each) if isinstance(each, str) else each for each in objects]
-        super().print(*texts, **options)
-
-
-def make_console(*, quiet: bool = False) -> Console:
-    """Returns a console on the standard output. A text is one line, and has no markup."""
-    console = _Console(highlight=False, markup=False, emoji=False, quiet=quiet)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
-    return console
-
-
-def table(
-    columns: Iterable[str], rows: Iterable[Iterable[object]], most: int = sys.maxsize
-) -> Table:
-    """Returns a table whose only line is below its head.
-
-    Args:
-        columns: Its head.
-        rows: Its cells.
-        most: Of more rows than that, those in the middle are left out.
-    """
-    text_table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        text_table.add_column(printable(column), overflow="fold")
-    for row in _ends_of([*rows], most, lambda number: [f"... {number} more"]):
-        text_table.add_row(*(printable(str(cell)) for cell in row))
-    return text_table
-
-
-def _ends_of(items: list[Any], most: int, left_out: Callable[[int], Any]) -> list[Any]:
-    """Returns the first and last items of many, and what says how many are left out."""
-    if len(items) <= most:
-        return items
-    half = most // 2
-    return [*items[:half], left_out(len(items) - 2 * half), *items[-half:]]
 
 
 def rendered_summary(summary: Mapping[str, Any], schedule: Schedule) -> Iterator[RenderableType]:
@@ -117,9 +71,9 @@ def _grid(schedule: Schedule) -> list[str]:
     lines, shown = f"{schedule}".split("\n"), list[str]()
     width = max(map(len, lines))  # so that a column is the same time in all rows
     for line in lines:
-        kept = _ends_of([*line.ljust(width)], _WIDTH, lambda _: " ... ")
+        kept = ends_of([*line.ljust(width)], _WIDTH, lambda _: " ... ")
         shown.append("".join(kept).rstrip())
-    return _ends_of(shown, _ROWS, lambda number: f"... {number} ranks ...")
+    return ends_of(shown, _ROWS, lambda number: f"... {number} ranks ...")
 
 
 def _stages(summary: Mapping[str, Any]) -> Iterator[RenderableType]:

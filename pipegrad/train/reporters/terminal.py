@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pipegrad.tables import make_console
 from pipegrad.train.config import Config
-from pipegrad.train.rendering import make_console
 from pipegrad.train.reporters.reporter import Reporter, StepMetrics
 
 

@@ -217,7 +217,7 @@ def test_options_there_are() -> None:
     """A new option replaces one, or brings a measurement."""
     found = {name: [o for p in c.params for o in p.opts] for name, c in main.commands.items()}
     changes = "--handler --schedule --set config"
-    drawings = "--html --perfetto --svg"
+    drawings = "--html --svg"
     expected = {
         "train": f"--dry-run {changes}",
         "plan": f"--costs --json --profile --rank --ranks {changes} {drawings}",

@@ -120,7 +120,7 @@ def test_an_error_of_the_users_code_names_rank_and_line(ranks: Ranks) -> None:
 def test_numbers_out_of_range_are_refused(ranks: Ranks, words: str) -> None:
     result = run(*words.split())
     assert result.exit_code == 2
-    assert "number" in result.stderr.splitlines()[-1]
+    assert "is not in the range" in result.stderr.splitlines()[-1]
     assert ranks.started == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from pipegrad.commands.command_options import Drawing, draws
+from pipegrad.commands.command_options import draw, draws
 from pipegrad.commands.run_commands import _cause
 from tests.support.picture.timelines import SMALL
 
@@ -20,10 +19,10 @@ from tests.support.picture.timelines import SMALL
 @click.command()
 @click.option("--ranks", type=int, default=2)
 @draws
-def command(drawing: Drawing, ranks: int) -> None:
+def command(pictures: dict[str, Path], ranks: int) -> None:
     """Draw something."""
-    click.echo(f"{ranks} ranks, wanted: {drawing.is_wanted}")
-    drawing.write([SMALL])
+    click.echo(f"{ranks} ranks, wanted: {[*pictures]}")
+    draw(pictures, [SMALL])
 
 
 def invoked(*arguments: str | Path) -> Result:
@@ -31,15 +30,14 @@ def invoked(*arguments: str | Path) -> Result:
 
 
 def test_what_is_named_is_written(tmp_path: Path) -> None:
-    assert invoked("--ranks", "3").stdout == "3 ranks, wanted: False\n"
-    page, figure, trace = (tmp_path / name for name in ("page.html", "figure.svg", "trace.json"))
-    result = invoked("--html", page, "--svg", figure, "--perfetto", trace)
+    assert invoked("--ranks", "3").stdout == "3 ranks, wanted: []\n"
+    page, figure = tmp_path / "page.html", tmp_path / "figure.svg"
+    result = invoked("--html", page, "--svg", figure)
     assert result.exit_code == 0, result.output
-    assert result.stdout == "2 ranks, wanted: True\n"
-    assert result.stderr == f"wrote {page}\nwrote {figure}\nwrote {trace}\n"
+    assert result.stdout == "2 ranks, wanted: ['html', 'svg']\n"
+    assert result.stderr == f"wrote {page}\nwrote {figure}\n"
     assert page.read_text().startswith("<!doctype html>")
     assert figure.read_text().startswith("<svg")
-    assert json.loads(trace.read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize("file", ["", "no/page.html"])

@@ -344,13 +344,12 @@ def test_reductions_that_are_left_out_are_simulated_elsewhere(tmp_path: Path) ->
     ).output.replace("\n", " ")
 
 
-def test_a_page_and_a_trace(tmp_path: Path) -> None:
-    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
-    result = run("1f1b", *SIZE, "--html", str(page), "--perfetto", str(trace))
+def test_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = run("1f1b", *SIZE, "--html", str(page))
     assert result.exit_code == 0
     assert "1f1b (predicted): " in page.read_text()
     assert '"notes":{"costs":"assumed: forward 10 ms, ' in page.read_text()
-    assert json.loads(trace.read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize(
@@ -358,9 +357,10 @@ def test_a_page_and_a_trace(tmp_path: Path) -> None:
     [
         (["1f1b"], "Missing option '--ranks'"),
         (["1f1c", *SIZE], "1f1b"),
-        (["1f1b", "--ranks", "0", "--microbatches", "8"], "'0': expected a whole number of at"),
-        (["1f1b", *SIZE, "--forward-ms", "-1"], "'-1': expected a number of at least 0"),
-        (["1f1b", *SIZE, "--gbit", "0"], "'0': expected a number above 0"),
+        (["1f1b", "--ranks", "0", "--microbatches", "8"], "0 is not in the range x>=1"),
+        (["1f1b", *SIZE, "--forward-ms", "-1"], "-1.0 is not in the range x>=0"),
+        (["1f1b", *SIZE, "--gbit", "0"], "0.0 is not in the range x>0"),
+        (["1f1b", *SIZE, "--mib", "inf"], "'inf' is not a finite number"),
         (["1f1b", *SIZE, "--weight-ms", "30"], "weight_seconds is 0.03, a part of backward"),
         (["1f1b", *SIZE, "--set", "stages=3"], "stages"),
         (["hop-aware-1f1b", *SIZE, "--set", "hop_seconds=[1]"], "compute_seconds"),
@@ -369,7 +369,7 @@ def test_a_page_and_a_trace(tmp_path: Path) -> None:
         (["1f1b", *SIZE, "--codecs", "int9"], "known, closest first: int8"),
         (["1f1b", *SIZE, "--codecs", "{"], "is not TOML"),
         (["1f1b", *SIZE, "--save", "absent/folder.json"], "No such file or directory"),
-        (["1f1b", *SIZE, "--steps", "0"], "'0': expected a whole number from 1 to 10,000"),
+        (["1f1b", *SIZE, "--steps", "0"], "0 is not in the range 1<=x<=10000"),
     ],
 )
 def test_bad_input(arguments: Sequence[str], message: str) -> None:

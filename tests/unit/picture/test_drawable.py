@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipegrad.errors import ScheduleError
-from pipegrad.picture import write_figure, write_html, write_perfetto
+from pipegrad.picture import write_figure, write_html
 from pipegrad.picture.drawable import PALETTE, Track, how_to_read, sentences, titles, tracks
 from pipegrad.simulation.explain.critical_path import critical_path
 from pipegrad.simulation.explain.lookup import Lookup
@@ -23,7 +23,7 @@ def changed(**values: Any) -> tuple[Span, ...]:
     return (SPANS[0]._replace(**values), *SPANS[1:])
 
 
-@pytest.mark.parametrize("write", [write_html, write_figure, write_perfetto])
+@pytest.mark.parametrize("write", [write_html, write_figure])
 @pytest.mark.parametrize(
     ("timelines", "words"),
     [

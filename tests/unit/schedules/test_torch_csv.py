@@ -164,7 +164,7 @@ class Skips(ScheduleGenerator):
     ("arguments", "message"),
     [
         (["egar", *SIZE], "is called 'egar'; known, closest first: 1f1b, adaptive-1f1b, auto"),
-        (["1f1b", "--ranks", "0", "--microbatches", "2"], "'0': expected a whole number of"),
+        (["1f1b", "--ranks", "0", "--microbatches", "2"], "0 is not in the range x>=1"),
         (["1f1b", *SIZE, "--format", "csv"], "'csv' is not one of 'text', 'torch-csv'"),
         (["1f1b", *SIZE, "--set", "depth=3"], "has no option 'depth'"),
         (["hop-aware-1f1b", *SIZE, "--set", "compute_seconds=1"], "hop_seconds is None and comp"),

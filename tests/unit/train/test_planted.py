@@ -15,7 +15,6 @@ from pipegrad.checkpoint.files import Files
 from pipegrad.errors import ConfigError, PipegradError
 from pipegrad.picture.figure import write_figure
 from pipegrad.picture.html_page import write_html
-from pipegrad.picture.perfetto import write_perfetto
 from pipegrad.run_files import replace
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.timeline import Timeline
@@ -107,7 +106,6 @@ LINKS: list[tuple[str, Write, str]] = [
     ("timeline.json", save_timeline, NO_FILE),
     ("costs.json", save_costs, NO_FILE),
     ("out.html", draw(write_html, "out.html"), NO_FILE),
-    ("out.json", draw(write_perfetto, "out.json"), NO_FILE),
     ("out.svg", draw(write_figure, "out.svg"), NO_FILE),
     ("out.partial", export, ""),
     ("out", export, "out is there already: name another file, or remove it"),
