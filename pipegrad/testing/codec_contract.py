@@ -112,7 +112,11 @@ class CodecContract(PluginContract):
 
     def test_values_come_back_within_the_declared_error(self) -> None:
         for carried, value in self._cases():
-            self._check_error(value, self._decoded(self._message(value, carried), value, carried))
+            info = torch.finfo(value.dtype)
+            for size in (1.0, 0.0, info.tiny, min(math.sqrt(info.max), 1e18)):
+                scaled = value * size
+                decoded = self._decoded(self._message(scaled, carried), scaled, carried)
+                self._check_error(scaled, decoded)
 
     def test_strides_change_nothing(self) -> None:
         for carried, value in self._cases():
@@ -133,24 +137,6 @@ class CodecContract(PluginContract):
                 torch.equal(first, other),
                 f"decode() of {_words(value)} leaves elements as they were: write all of them",
             )
-
-    def test_zeros_stay_zeros(self) -> None:
-        for carried, value in self._cases():
-            zeros = torch.zeros_like(value)
-            decoded = self._decoded(self._message(zeros, carried), zeros, carried)
-            self._check(
-                not decoded.count_nonzero(),
-                f"zeros of {_words(value)} came back as {decoded.flatten()[:3].tolist()}...",
-            )
-
-    def test_small_and_large_numbers_stay_finite(self) -> None:
-        for carried, value in self._cases():
-            info = torch.finfo(value.dtype)
-            for size in (info.tiny, 1.0, min(math.sqrt(info.max), 1e18)):
-                scaled = value.clamp(-1, 1) * size
-                self._check_error(
-                    scaled, self._decoded(self._message(scaled, carried), scaled, carried)
-                )
 
     def test_the_largest_numbers_stay_finite(self) -> None:
         # Additive attention masks have the smallest number of their dtype in whole rows. Nobody has
