@@ -1,9 +1,9 @@
 """Batch: what a step is given on this rank, by name, cut into microbatches or ready.
 
-1. `Batches.cut` finds the name of each value, and takes those that stages of this rank need.
+1. `Batches.cut` finds the name of each value, and takes those that stages of this rank need. What
+   comes from a graph of the caller's is cut off it: [Note: outer graphs].
 2. A table says how each leaf is cut: its path -> the sizes of the pieces, and the dimension. What
    has no entry goes whole to every piece. `_split` cuts by it: along rows, and then along time.
-3. What comes from a graph of the caller's is cut off it: [Note: outer graphs].
 
 [Note: the rest] The stages of a `Cut` run the uncut model's own code, so each of them needs the
 model's arguments, and these may be others in another step. An input of such stages is a mapping of
@@ -18,8 +18,8 @@ are cut where samples are. Stages that run a model's own code know some of these
 
 [Note: outer graphs] An input may have a graph of the caller's, such as an encoder's output. The
 pipeline runs a backward for each microbatch, and the caller's graph can be run only once. So such a
-value is cut off its graph. The gradients of all microbatches go into the graph together, when the
-step ends.
+value is cut off its graph, before it is cut into microbatches. Their backwards add to the gradient
+of one leaf, which goes into the graph when the step ends.
 
 [Note: chunks of time] With ``chunks`` each microbatch is cut once more, along the dimension of
 time, and each chunk counts as a microbatch: chunk c of microbatch m is number m * chunks + c. A
@@ -169,7 +169,7 @@ class Batches:
         if chunks > 1:
             parts = self._in_chunks(given, parts, batch, chunks)
         named = {*self._external, "target"}
-        for values in self.outer.cut_off(parts):
+        for values in parts:
             if self._rest is not None:
                 others = [name for name in values if name not in named]
                 values[self._rest] = {name: values.pop(name) for name in others}
@@ -269,7 +269,7 @@ class Batches:
                     "labels or samples"
                 )
             values["target"] = target
-        return values
+        return self.outer.cut_off(values)
 
     def _target_of(self, passed: _Values) -> object:
         """Returns the target of a model that computes its own loss; None in an evaluation."""
@@ -594,32 +594,28 @@ class OuterGraphs:
     """The values of a step that were cut off their graphs; see [Note: outer graphs].
 
     Attributes:
-        leaves: What stages read instead, by name and microbatch; the same table in all steps.
+        leaves: What stages read instead; the same list in all steps.
     """
 
     def __init__(self) -> None:
-        self.leaves: dict[str, dict[int, list[Tensor]]] = {}
-        self._cut_off: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # a piece, and its leaf
+        self.leaves: list[Tensor] = []
+        self._cut_off: dict[int, tuple[Tensor, Tensor]] = {}  # by id; and the leaf of each
 
-    def cut_off(self, parts: list[_Values]) -> list[_Values]:
-        """Returns the values of all microbatches, with leaves in place of pieces with a graph."""
-        if not any(parts):  # this rank takes nothing from outside
-            return parts
-        known = dict[tuple[str, int], object]()  # what is whole stays one object
-        values = [{**part} for part in parts]
-        for microbatch, part in enumerate(values):
-            for name, value in part.items():
-                leaves, rebuilt = flattened(value)
-                pieces = [leaf for _, leaf in leaves if has_graph(leaf)]
-                if not pieces:
-                    continue
-                for piece in pieces:
-                    pair = piece, piece.detach().requires_grad_()
-                    _, leaf = self._cut_off.setdefault((name, id(piece)), pair)
-                    self.leaves.setdefault(name, {}).setdefault(microbatch, []).append(leaf)
-                new = [self._cut_off.get((name, id(leaf)), (leaf, leaf))[1] for _, leaf in leaves]
-                part[name] = known.setdefault((name, id(value)), rebuilt(new))
+    def cut_off(self, values: _Values) -> _Values:
+        """Returns values with leaves in the place of tensors with a graph."""
+        for name, value in values.items():
+            leaves, rebuilt = flattened(value)
+            if any(has_graph(leaf) for _, leaf in leaves):
+                values[name] = rebuilt([self._leaf_of(leaf) for _, leaf in leaves])
         return values
+
+    def _leaf_of(self, value: object) -> object:
+        if not has_graph(value):
+            return value
+        if id(value) not in self._cut_off:
+            self.leaves.append(value.detach().requires_grad_())
+            self._cut_off[id(value)] = value, self.leaves[-1]
+        return self._cut_off[id(value)][1]
 
     def backward(self, divisor: Tensor | float) -> None:
         """Runs one backward through the graphs that the values came from.

@@ -123,8 +123,6 @@ class Compute:
 
     Attributes:
         outputs: The last stage's outputs, by microbatch, if the step keeps them.
-        num_different: How many second forwards of the step differ from the first, of those on a
-            device that the host does not wait for.
     """
 
     def __init__(
@@ -174,7 +172,6 @@ class Compute:
         self._targets: Sequence[object] | None = None
         self._leaves = dict[int, Sequence[Tensor]]()  # by microbatch, until the loss over all
         self._batch_loss: Tensor | None = None  # until the first backward
-        self.num_different: int | Tensor = 0
         self._parameters = dict[int, dict[int, nn.Parameter]]()  # of stages that had a backward
         self._ran_forward = set[int]()  # stages
         self.outputs = dict[int, tuple[Tensor, ...]]()
@@ -323,8 +320,9 @@ class Compute:
         with self._recomputes[stage].again(first, inputs):
             returned = self._stages[stage].forward(inputs)
         self._values.refuse_written(stage)
-        differs = compare(first, returned, f"stage {stage}, microbatch {microbatch}")
-        self.num_different = self.num_different + differs
+        self._terms.num_different = self._terms.num_different + compare(
+            first, returned, f"stage {stage}, microbatch {microbatch}"
+        )
         outputs = returned
         if stage in self._returning_more:
             outputs = self._outputs_of(stage, microbatch, cell, returned, is_second=True)

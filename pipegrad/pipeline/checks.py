@@ -1,7 +1,7 @@
 """Checks: what makes training another one than that of one process, without an error.
 
-They look before the first training steps, and warn. Later steps look for nothing. A stage in chunks
-of time is looked at before its first forward.
+They look before the training steps 1, 2, 4 and 8, and warn: a model may come into evaluation mode
+between two of them. A stage in chunks of time is looked at before its first forward.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, repeat
 from numbers import Number
 from typing import TypeGuard
 
@@ -27,7 +26,6 @@ from pipegrad.pipeline.wiring import WiredPipeline
 Check = Callable[[], None]
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _FEW = 32  # tokens that tell whether chunks see each other
-_NUM_STEPS = 8  # a model may come into evaluation mode between two of them
 
 
 def checks_of(pipeline: WiredPipeline, name: str) -> Iterator[Sequence[Check]]:
@@ -42,7 +40,7 @@ def checks_of(pipeline: WiredPipeline, name: str) -> Iterator[Sequence[Check]]:
     first: list[Check] = [always, partial(_warn_of_batch_norm, pipeline, name)]
     if mixed is not None and pipeline.topology.rank == mixed[0]:
         first.append(partial(_warn_of_mixed_models, stages, mixed, _begins(stages)))
-    return chain([first], repeat([always], _NUM_STEPS - 1))
+    return iter([first, [always], [], [always], [], [], [], [always]])
 
 
 def _warn_of_evaluation_mode(stages: Sequence[Stage], name: str) -> None:

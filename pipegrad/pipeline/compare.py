@@ -60,62 +60,50 @@ class BatchCheck:
 
     Args:
         topology: Over all ranks.
-        every: Steps between two comparisons; 0: only powers of two.
         timeout_seconds: How long ranks wait for each other.
-
-    Attributes:
-        is_due: Whether all ranks compare in the step that was counted last.
     """
 
-    def __init__(self, topology: Topology, *, every: int, timeout_seconds: float) -> None:
+    def __init__(self, topology: Topology, *, timeout_seconds: float) -> None:
         self._topology = topology
         self._ranks = sorted(topology.ranks)
-        self._every = every
         self._timeout_seconds = timeout_seconds
         data = topology.data
         self._sampler = (
             f"DistributedSampler(dataset, num_replicas=topology.size({data!r}), "
             f"rank=topology.coordinate({data!r}))"
         )
-        self.is_due = False
-        self._num_steps = {False: 0, True: 0}  # by forward_only
         self._num_same = 0  # comparisons, one after the other
         self._warned = set[str]()
         # Tensors that were the same in all comparisons with a new batch, and how many these were.
         self._tables: dict[str, tuple[weakref.ref[Tensor], list[int]]] | None = None
         self._num_new = 0
 
-    def count(self, *, forward_only: bool, is_first: bool = False) -> None:
-        """Counts a step, or an evaluation; the first one of a kind is always due."""
-        number = self._num_steps[forward_only] = self._num_steps[forward_only] + 1
-        is_power = not number & (number - 1)
-        self.is_due = is_first or is_power or (self._every > 0 and number % self._every == 0)
-
-    def compare(self, facts: Facts, *, forward_only: bool) -> None:
+    def compare(self, facts: Facts, number: int, *, forward_only: bool) -> None:
         """Refuses a step, on all ranks alike, if ranks are not about to make one; warns.
+
+        Args:
+            facts: Of this rank.
+            number: Of the step, or of the evaluation.
+            forward_only: Which of both it is.
 
         Raises:
             AgreementError: If ranks differ, or one does not come.
         """
         try:
-            self._compare(facts, forward_only=forward_only)
+            replies = agree(
+                f"the batch of {'evaluation' if forward_only else 'step'} {number}",
+                lambda: facts,
+                ranks=self._ranks,
+                timeout_seconds=self._timeout_seconds,
+            )
+            by_rank = dict(zip(self._ranks, replies, strict=True))
+            for pipeline in self._topology.pipelines:
+                self._refuse_unlike({rank: by_rank[rank] for rank in pipeline})
+            given = {r: one.divisor for r, one in by_rank.items() if one.divisor is not None}
+            same("loss_divisor", {rank: str(divisor) for rank, divisor in given.items()})
         except AgreementError as error:
             error.is_everyones = True
             raise
-
-    def _compare(self, facts: Facts, *, forward_only: bool) -> None:
-        number = self._num_steps[forward_only]
-        replies = agree(
-            f"the batch of {'evaluation' if forward_only else 'step'} {number}",
-            lambda: facts,
-            ranks=self._ranks,
-            timeout_seconds=self._timeout_seconds,
-        )
-        by_rank = dict(zip(self._ranks, replies, strict=True))
-        for pipeline in self._topology.pipelines:
-            self._refuse_unlike({rank: by_rank[rank] for rank in pipeline})
-        divisors = {rank: one.divisor for rank, one in by_rank.items() if one.divisor is not None}
-        same("loss_divisor", {rank: str(divisor) for rank, divisor in divisors.items()})
         if not forward_only:
             if self._topology.rank == self._ranks[0]:
                 self._warn_of_news({rank: one.news for rank, one in by_rank.items() if one.news})

@@ -190,7 +190,7 @@ class Scheduler:
             wait_seconds=slow_seconds(self.sync.device, agree_seconds),
             check_every=options.get("check_every", CHECK_EVERY),
         )
-        # For each of the first training steps.
+        # For each of the first eight training steps.
         self._checks = checks_of(pipeline, self.sync.name)
 
     def _refuse_unsendable(self) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -80,7 +80,6 @@ class StepKind:
 
     Attributes:
         activity: What the report of a failure needs to know of it.
-        num_different: Second forwards of the last step that differ: see `Recompute`.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class StepKind:
         )
         self._values = values
         self._compute = compute
-        self._transfers = transfers
+        self.transfers = transfers
         self._tape = sync.tape
         self._sharded = sharded
         # None of these is a method of this object, either.
@@ -148,12 +147,6 @@ class StepKind:
             if times is not None:
                 method = times.watched(item, method)
             self._calls.append((method, arguments))
-        self.num_different: int | Tensor = 0
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether an interrupt came while a transfer began; see [Note: interrupts]."""
-        return self._transfers.is_in_doubt
 
     def rewind(self, step: int) -> None:
         """Goes back to the first item, for a step of a number.
@@ -162,7 +155,7 @@ class StepKind:
         a step whose first item never ran.
         """
         self._place.position = 0
-        self._transfers.begin(step)
+        self.transfers.begin(step)
 
     def run(
         self, given: Given, terms: LossTerms, *, keeps_outputs: bool
@@ -203,7 +196,6 @@ class StepKind:
             raise
         # A stage may take microbatches in any order.
         outputs = [output for _, output in sorted(self._compute.outputs.items())]
-        self.num_different = self._compute.num_different
         self.forget()
         return outputs
 
@@ -235,7 +227,7 @@ class StepKind:
         these transfers ends on any backend, and the next step begins with the same messages on
         both ends of every edge.
         """
-        transfers, values = self._transfers, self._values
+        transfers, values = self.transfers, self._values
         methods: dict[Op, Method] = {
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: values.receive_and_drop,
@@ -273,20 +265,6 @@ def _recorded(method: Method, keep: _Keep, now: Callable[[], object], *arguments
     keep(now())
 
 
-class _Accepted(NamedTuple):
-    """What a step needs of a batch that fits.
-
-    Attributes:
-        given: Its microbatches.
-        terms: Collects the losses of this rank.
-        divisor: What complete gradients are still to be divided by.
-    """
-
-    given: Given
-    terms: LossTerms
-    divisor: float
-
-
 @dataclass(frozen=True)
 class Learned:
     """What the first step of a kind has shown on one rank.
@@ -313,7 +291,8 @@ class Steps:
         whole: Names of values that every microbatch gets whole.
         wait_seconds: How long ranks wait for each other in a first step. Kernels may be compiled
             meanwhile.
-        check_every: Steps between comparisons of what ranks are given; see `BatchCheck`.
+        check_every: Steps between comparisons of what ranks are given, 0 for none but those of the
+            steps 1, 2, 4, 8 and so on; see `BatchCheck`.
 
     Attributes:
         pipeline: The argument.
@@ -354,7 +333,10 @@ class Steps:
             labels=pipeline.labels,
         )
         self.report: dict[str, str] = {}
-        self._check = BatchCheck(topology, every=check_every, timeout_seconds=wait_seconds)
+        self._check = BatchCheck(topology, timeout_seconds=wait_seconds)
+        self._check_every = check_every
+        self._num_steps = {False: 0, True: 0}  # by forward_only
+        self._is_due = False  # whether all ranks compare in this step
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._weights = WeightGradients(sync)
         self._sharded = ShardedStages(modules, sync)  # most runs have none
@@ -388,7 +370,10 @@ class Steps:
         self._kinds: dict[tuple[bool, int, int], StepKind] = {}
         # Returns the numbers by which the step before was measured, and what reads them.
         self._measured: tuple[Callable[[], list[float] | None], StepTimes] | None = None
-        self._closed = False
+        self._closing = contextlib.ExitStack()  # each is called, whatever another raises
+        self._closing.callback(self._losses.close)
+        self._closing.callback(self.edges.close)
+        self._closing.callback(sync.close)
 
     @property
     def proven(self) -> tuple[Program, Proof]:
@@ -400,13 +385,7 @@ class Steps:
 
     def close(self) -> None:
         """Ends comm streams and destroys process groups, once; every rank must call it."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.ExitStack() as closing:  # each is called, whatever another raises
-            closing.callback(self._losses.close)
-            closing.callback(self.edges.close)
-            closing.callback(self._sync.close)
+        self._closing.close()
 
     # Which kind of step.
 
@@ -425,7 +404,7 @@ class Steps:
             batch = batch._replace(chunks=asked.tolist())
         verb = "evaluate" if forward_only else "step"
         with self._sync.bounded(f"scheduler.{verb}() {notice.step + 1}"), self._autocast.outside():
-            if self._closed:
+            if self._sync.is_closed:
                 raise StepError("this Scheduler is closed: make another one")
             # Before anything can fail on this rank alone: all ranks count each call, since the
             # number is in the keys of the board.
@@ -565,20 +544,26 @@ class Steps:
 
     # One step.
 
-    def _run(self, kind: StepKind, batch: Batch) -> tuple[StepResult, _Accepted]:
-        """Runs a step of a kind; returns the result, and what the step was given."""
-        training = not kind.program.forward_only
-        self._rewind(kind)
+    def _run(self, kind: StepKind, batch: Batch) -> tuple[StepResult, LossTerms]:
+        """Runs a step of a kind; returns the result, and this rank's part of it."""
+        sync, losses, training = self._sync, self._losses, not kind.program.forward_only
+        # A step that fails before its first item must make all of its transfers. So what counts a
+        # step begins here, in front of all that may raise.
+        kind.rewind(self._notice.step)
+        if training and (recorder := sync.tape.recorder) is not None:
+            recorder.begin_step(self._notice.step, kind.program)
+        if kind.times is not None:
+            kind.times.begin()
+        if losses.is_weighted and training:
+            losses.begin(continues=sync.is_in_step, reduces=not sync.is_accumulating)
         begun = False
         try:
             # Ranks may wait for each other here, and are at no item of the Program.
-            accepted = self._accepted(kind, batch)
-            given, terms, divisor = accepted
+            given, terms, divisor = self._accepted(kind, batch)
             with kind.activity:
                 # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
                 if training:
-                    is_weighted = self._losses.is_weighted
-                    self._sync.prepare(divisor=None if is_weighted else divisor)
+                    sync.prepare(divisor=None if losses.is_weighted else divisor)
                     self._loose.begin()
                 begun = True
                 outputs = kind.run(given, terms, keeps_outputs=batch.keeps_outputs)
@@ -592,8 +577,7 @@ class Steps:
                 with kind.activity:
                     self._fail(kind, error, begun=begun)
             raise
-        terms.num_different = kind.num_different
-        result = self._losses.send(
+        result = losses.send(
             terms,
             forward_only=not training,
             times=() if kind.times is None else kind.times.numbers(),
@@ -604,25 +588,16 @@ class Steps:
         )
         if self._feedback is not None:
             self._feedback.end(result.message.is_wrong)
-        return result, accepted
+        return result, terms
 
-    def _rewind(self, kind: StepKind) -> None:
-        """Begins what counts a step, before anything of it can fail."""
-        sync, losses, training = self._sync, self._losses, not kind.program.forward_only
-        # A step that fails before its first item must make all of its transfers. So the position is
-        # set here, in front of all that may raise.
-        kind.rewind(self._notice.step)
-        if training and (recorder := sync.tape.recorder) is not None:
-            recorder.begin_step(self._notice.step, kind.program)
-        if kind.times is not None:
-            kind.times.begin()
-        if losses.is_weighted and training:
-            losses.begin(continues=sync.is_in_step, reduces=not sync.is_accumulating)
+    def _accepted(self, kind: StepKind, batch: Batch) -> tuple[Given, LossTerms, float]:
+        """Refuses a batch that does not fit.
 
-    def _accepted(self, kind: StepKind, batch: Batch) -> _Accepted:
-        """Returns what a step needs of a batch; refuses one that does not fit."""
+        Returns:
+            Its microbatches, what collects the losses of this rank, and what complete gradients are
+            still to be divided by.
+        """
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
-        schedule = kind.program.schedule
         if not training:
             # All ranks must take part, also one that refuses its batch below.
             sync.publish_if_due()
@@ -632,21 +607,24 @@ class Steps:
         terms = losses.terms(divisor, forward_only=not training, is_last=self._has_last_stage)
         if batch.loss_divisor is None and not losses.is_weighted:
             terms.rows = given.sizes
-        is_mean = batch.loss_divisor is None and not self.pipeline.is_over_batch
-        if is_mean and given.targets is not None and not losses.is_weighted:
-            loss_fn = self.pipeline.loss_fn
-            terms.shares, terms.count = shares(
-                loss_fn, given.targets, given.rows, given.sizes, schedule.chunks
+            if given.targets is not None and not self.pipeline.is_over_batch:
+                loss_fn, chunks = self.pipeline.loss_fn, kind.program.schedule.chunks
+                terms.shares, terms.count = shares(
+                    loss_fn, given.targets, given.rows, given.sizes, chunks
+                )
+                if training and self._is_due:
+                    has_replicas = len(self._topology.pipelines) > 1
+                    warn_of_labels(loss_fn, given.targets, self._name, has_replicas=has_replicas)
+        if losses.is_weighted and sync.is_accumulating and self.batches.outer.leaves:
+            raise StepError(
+                "an input comes from a graph of yours, in a step inside accumulate() with "
+                "loss_reduction='token_mean': its gradient would not be divided by the weights of "
+                "all steps. Give the input without its graph, or accumulate no steps"
             )
-            if training and self._check.is_due:
-                has_replicas = len(self._topology.pipelines) > 1
-                warn_of_labels(loss_fn, given.targets, self._name, has_replicas=has_replicas)
-        self._refuse_graphs()
         if batch.time_dim != 1:
             self._unseen.clear()  # nobody knows where time is in what stages hand on
         # With a GradScaler backward begins with a gradient that is divided already.
-        gradient_divisor = divisor if sync.scaler is None else 1.0
-        return _Accepted(given, terms, gradient_divisor)
+        return given, terms, divisor if sync.scaler is None else 1.0
 
     def _given(self, kind: StepKind, batch: Batch) -> tuple[Given, float]:
         """Returns the microbatches of a step, and its divisor; compares them with other ranks'.
@@ -654,22 +632,24 @@ class Steps:
         See [Note: what was passed].
         """
         schedule, forward_only = kind.program.schedule, kind.program.forward_only
-        is_first = kind not in self._kinds.values()
-        self._check.count(forward_only=forward_only, is_first=is_first)
+        every, number = self._check_every, self._num_steps[forward_only] + 1
+        self._num_steps[forward_only] = number
+        is_power, is_first = not number & (number - 1), kind not in self._kinds.values()
+        self._is_due = is_power or is_first or (every > 0 and number % every == 0)
         facts, self.report = Facts(), {}
         try:
             divisor, shared_divisor = self._divisors(batch, schedule.num_microbatches)
             given = self.batches.cut(
                 batch, schedule.num_sequences, schedule.chunks, needs_target=not forward_only
             )
-            if self._check.is_due:
+            if self._is_due:
                 facts = Facts(self.batches.numbers(given), given.rows, given.length, shared_divisor)
                 self._check.look_for_tables(given.passed, given.cut)
         finally:
             # All ranks come, also one that refuses its batch.
-            if self._check.is_due:
+            if self._is_due:
                 news = 0 if forward_only else int(self._sync.news())
-                self._check.compare(replace(facts, news=news), forward_only=forward_only)
+                self._check.compare(replace(facts, news=news), number, forward_only=forward_only)
         self.report = given.report
         return given, divisor
 
@@ -700,17 +680,6 @@ class Steps:
             raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
         return divisor, divisor if self._has_loss or chosen is not None else None
 
-    def _refuse_graphs(self) -> None:
-        """Refuses gradients that would be divided by the weights of this step alone."""
-        if not (self._losses.is_weighted and self._sync.is_accumulating):
-            return
-        if self.batches.outer.leaves:
-            raise StepError(
-                "an input comes from a graph of yours, in a step inside accumulate() with "
-                "loss_reduction='token_mean': its gradient would not be divided by the weights of "
-                "all steps. Give the input without its graph, or accumulate no steps"
-            )
-
     def _finish(self, kind: StepKind, terms: LossTerms, divisor: Tensor | float) -> None:
         """Divides and reduces gradients, behind the last backward of this rank."""
         sync, training, late = self._sync, not kind.program.forward_only, None
@@ -739,7 +708,7 @@ class Steps:
         if not isinstance(error, StallError):
             self._notice.fail(error)
         # It is unknown which messages were sent, or no other rank may come: nothing is waited for.
-        is_over = kind.is_in_doubt or isinstance(error, StallError)
+        is_over = kind.transfers.is_in_doubt or isinstance(error, StallError)
         is_over = is_over or has_lost_connection(error)
         if not forward_only:
             # Before the transfers, which wait for other ranks: the collectives that this starts do
@@ -789,12 +758,12 @@ class Steps:
             # An error is not raised inside of `agree`, which would raise it on all ranks in its own
             # words. It is raised behind `agree`, when all ranks have ended the step.
             try:
-                result, accepted = self._run(kind, batch)
+                result, terms = self._run(kind, batch)
             except BaseException as error:
                 if nobody_comes(error):
                     raise
                 return error, None
-            return (result, accepted.terms), Learned(specs, accepted.terms.metrics)
+            return (result, terms), Learned(specs, terms.metrics)
 
         # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
         ranks = sorted(topology.ranks)

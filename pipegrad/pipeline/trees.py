@@ -11,12 +11,10 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from numbers import Number
 from operator import itemgetter
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -85,7 +83,6 @@ def _is_plain_list(value: object) -> bool:
     return all(isinstance(item, Number | str) for item in value)
 
 
-_Array = np.ndarray[Any, Any]
 _ODD = 0x1E3779B97F4A7C15
 _LOW = 2**32 - 1
 
@@ -98,17 +95,17 @@ def number_of(value: object) -> int | Tensor | None:
 
     Sync: on the current stream; the host waits for nothing.
     """
-    total: Any = 0
     leaves = [value] if isinstance(value, Tensor) else [leaf for _, leaf in flattened(value)[0]]
     tensors = [leaf for leaf in leaves if _is_plain(leaf)]
-    for leaf in tensors:
-        total = _wrapped(_wrapped(total * _ODD) + _sum(leaf) + _kind(leaf.shape, leaf.dtype))
     if not tensors:
         return None
+    total = torch.zeros((), dtype=torch.int64)  # all below is modulo 2^64
+    for leaf in tensors:
+        kind = zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+        total = total * _ODD + _sum(leaf) + kind
     # The highest bits of a product depend on all bits of its factors.
-    mixed = total * _ODD
-    number: int | Tensor = (mixed >> 32 & _LOW) + 1
-    return number
+    number = (total * _ODD >> 32 & _LOW) + 1
+    return int(number) if number.is_cpu else number
 
 
 def _is_plain(leaf: object) -> TypeGuard[Tensor]:
@@ -117,53 +114,24 @@ def _is_plain(leaf: object) -> TypeGuard[Tensor]:
     return leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_meta
 
 
-def _wrapped(total: Any) -> Any:  # noqa: ANN401 - an int, or a tensor of a device
-    """Returns a number modulo 2^64 as an int64 has it."""
-    return total if isinstance(total, Tensor) else (total + 2**63) % 2**64 - 2**63
-
-
-@lru_cache(maxsize=1024)
-def _kind(shape: torch.Size, dtype: torch.dtype) -> int:
-    return zlib.crc32(f"{tuple(shape)} {dtype}".encode())
-
-
-def _sum(tensor: Tensor) -> Any:  # noqa: ANN401 - an int, or a tensor of a device
+def _sum(tensor: Tensor) -> Tensor:
     """Returns the sum of the words of 8 bytes, each times the weight of its position."""
-    if tensor.is_cpu:  # a third of the time that torch takes for few words
-        try:
-            array = tensor.numpy(force=True)
-        except TypeError:  # numpy does not know the dtype
-            array = bytes_of(tensor).numpy()
-        octets: _Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        if len(octets) % 8:
-            octets = np.pad(octets, (0, -len(octets) % 8))
-        words = octets.view(np.int64)
-        return int(np.dot(words, _weights(len(words))))
-    return _sum_on_device(tensor)
-
-
-def _sum_on_device(tensor: Tensor) -> Tensor:
     octets = bytes_of(tensor.resolve_conj().resolve_neg())
     if len(octets) % 8 or octets.storage_offset() % 8:
         padded = octets.new_zeros(-(-len(octets) // 8) * 8)
         padded[: len(octets)] = octets
         octets = padded
     words = octets.view(torch.int64)
-    total: Tensor = (words * _scattered(torch.arange(len(words), device=words.device))).sum()
-    return total
+    weights = _WEIGHTS[: len(words)]
+    if len(weights) < len(words) or not words.is_cpu:
+        weights = _scattered(torch.arange(len(words), device=words.device))
+    return (words * weights).sum()
 
 
-def _scattered(positions: Any) -> Any:  # noqa: ANN401 - an int64 array of numpy, or a tensor
+def _scattered(positions: Tensor) -> Tensor:
     """Returns odd numbers that look random: with 1, 3, 5, ... sums of tokens would be equal."""
     positions = (positions + 1) * _ODD
     return (positions ^ (positions >> 32)) * _ODD | 1
 
 
-_known_weights: _Array = _scattered(np.arange(1024))
-
-
-def _weights(number: int) -> _Array:
-    global _known_weights  # noqa: PLW0603 - they are the same for all
-    if number > len(_known_weights):
-        _known_weights = _scattered(np.arange(2 * number))
-    return _known_weights[:number]
+_WEIGHTS = _scattered(torch.arange(2**16))  # most batches are small

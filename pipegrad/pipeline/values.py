@@ -84,8 +84,7 @@ class Values:
         sharded: The stages whose parameters FSDP2 swaps.
         specs: What values look like in the first microbatch, by link. The first step of a kind
             adds those that this rank makes.
-        outer: Parts of external values that need a gradient, by name and microbatch: a table that
-            changes with each step.
+        outer: External values that need a gradient: a list that changes with each step.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Values:
         transfers: Transfers,
         sharded: ShardedStages,
         specs: dict[int, Spec],
-        outer: Mapping[str, Mapping[int, Sequence[Tensor]]],
+        outer: Sequence[Tensor],
     ) -> None:
         self._outer = outer
         self._program = program
@@ -108,9 +107,10 @@ class Values:
         self._sharded = sharded
         self._outputs = {index: stage.outputs for index, stage in stages.items()}
         self._specs = specs
-        last = len(wiring.made) - 1
-        # How many stages of this rank take each link.
-        self._num_consumers = [*map(len, program.rank_links[rank].consumers)]
+        # Stage -> the links that it takes and makes; and how many stages of this rank take each.
+        links = program.rank_links[rank]
+        self._taken, self._made = links.taken, links.made
+        self._num_consumers = [*map(len, links.consumers)]
         # Stage -> its inputs in order: a link, or the name of an external input.
         self._inputs: dict[int, list[tuple[int | None, str]]] = {
             stage: [(s, "") if isinstance(s, int) else (None, s) for s in wiring.taken[stage]]
@@ -121,18 +121,6 @@ class Values:
         self._read_elsewhere = {
             stage: [i for i, source in enumerate(wiring.taken[stage]) if readers[source] > 1]
             for stage in stages
-        }
-        self._links_taken = {
-            stage: [link for link, _ in taken if link is not None]
-            for stage, taken in self._inputs.items()
-        }
-        # Stage -> the external values that its backward may give a gradient.
-        self._names_taken = {
-            stage: [name for link, name in taken if link is None] + ["target"] * (stage == last)
-            for stage, taken in self._inputs.items()
-        }
-        self._links_produced = {
-            stage: () if stage == last else wiring.made[stage] for stage in stages
         }
         self._external: Mapping[str, Sequence[object]] = {}
         self._held: dict[Key, Held] = {}  # by link
@@ -248,7 +236,7 @@ class Values:
         Raises:
             StepError: If an output has a gradient and had none in the first microbatch, or had one.
         """
-        for link, output in zip(self._links_produced[stage], outputs, strict=True):
+        for link, output in zip(self._made[stage], outputs, strict=True):
             if (output.shape, output.dtype, output.requires_grad) != self._newest.get(link):
                 self._newest[link] = self._checked(link, stage, microbatch, Spec.of(output))
             spec = self._newest[link]
@@ -306,7 +294,7 @@ class Values:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns those outputs of a stage that a gradient came back to, and the gradients."""
         roots, gradients = list[Tensor](), list[Tensor]()
-        for root, link in zip(outputs, self._links_produced[stage], strict=True):
+        for root, link in zip(outputs, self._made[stage], strict=True):
             if not root.requires_grad:
                 continue
             gradients_here = self._held[link, microbatch].gradients
@@ -319,13 +307,10 @@ class Values:
 
     def leaves_of(self, stage: int, microbatch: int) -> list[Tensor]:
         """Returns the inputs of a stage that may get a gradient."""
-        leaves = list[Tensor]()
-        for link in self._links_taken[stage]:
+        leaves = [*self._outer]
+        for link in self._taken[stage]:
             if (tensor := self._held[link, microbatch].tensor) is not None:
                 leaves += (tensor,)
-        for name in self._names_taken[stage]:
-            if name in self._outer:
-                leaves += self._outer[name].get(microbatch, ())
         return leaves
 
     def release(self, stage: int, microbatch: int) -> None:
@@ -334,7 +319,7 @@ class Values:
         If several stages of this rank take a value, autograd sums their gradients in the leaf. The
         sum is complete after the last of their backwards, so it is taken then.
         """
-        for link in self._links_taken[stage]:
+        for link in self._taken[stage]:
             held = self._held[link, microbatch]
             held.num_readers -= 1
             if held.num_readers:

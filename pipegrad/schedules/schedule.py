@@ -106,7 +106,7 @@ class Schedule:
         """Size of the pipeline."""
         return len(self.actions)
 
-    @property
+    @cached_property
     def num_sequences(self) -> int:
         """How many microbatches of whole sequences a step has: as many as rows are cut into."""
         return self.num_microbatches // self.chunks
