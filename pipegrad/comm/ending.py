@@ -44,6 +44,8 @@ class Ending:
         is_local: Whether a group can be destroyed without other ranks, as on gloo.
         is_idle: Returns whether no collective is in flight that was launched without a thread.
 
+    Attributes:
+        in_vain: Whether other ranks may never run the collectives in flight, as inside a step.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Ending:
         is_local: bool = True,
         is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._in_vain = False
+        self.in_vain = False
         self._threads = threads
         self._groups = [] if groups is None else groups
         self._used = used
@@ -72,14 +74,10 @@ class Ending:
         """Registers a call for the beginning of the ending. It may not hold the owner."""
         self._releases.append(release)
 
-    def set_in_vain(self, in_vain: bool) -> None:
-        """Sets whether other ranks may never run the collectives in flight, as inside a step."""
-        self._in_vain = in_vain
-
     def end(self) -> None:
         """Ends everything; a second call does nothing. Every rank must call it.
 
-        Waits for collectives in flight, unless `set_in_vain` has made that useless.
+        Waits for collectives in flight, unless that is in vain.
         """
         self._end(destroy=True, at_exit=False)
 
@@ -97,7 +95,7 @@ class Ending:
             thread.stop()
         # Threads come first, then groups: a thread may be inside a collective of a group. The
         # groups of others are cut at exit only, since others may still use them before.
-        grace = 0.0 if self._in_vain else _GRACE_SECONDS
+        grace = 0.0 if self.in_vain else _GRACE_SECONDS
         interrupt: KeyboardInterrupt | None = None
         try:
             has_ended = self._wait(grace)
@@ -145,7 +143,7 @@ def _at_exit() -> None:
 def set_all_in_vain() -> None:
     """Marks the job as failed: no collective in flight is worth a wait at exit."""
     for ending in list(_waiting.values()):
-        ending.set_in_vain(True)
+        ending.in_vain = True
 
 
 def cut(group: dist.ProcessGroup) -> None:

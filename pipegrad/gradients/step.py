@@ -270,7 +270,7 @@ class Step(Parts):
         self._watch.expect(has_gradients=False)
         # Last: whatever was refused above has left the state as it was.
         self._state = TRANSITIONS["prepare"][self._state]
-        self._ending.set_in_vain(True)
+        self._ending.in_vain = True
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -453,7 +453,7 @@ class Step(Parts):
         for memory in self._reducer.memories.values():
             memory.release()
         self._state = TRANSITIONS["finish"][self._state]
-        self._ending.set_in_vain(False)
+        self._ending.in_vain = False
         if self._parameter_sync.is_needed:
             exposed_seconds += self._parameter_sync.blocked_seconds
             self._parameter_sync.expect()

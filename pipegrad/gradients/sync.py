@@ -650,7 +650,7 @@ class GradientSync(Step):
                 if self._parameter_sync.is_taken:
                     self.wait_parameters()
         except BaseException:
-            self._ending.set_in_vain(True)
+            self._ending.in_vain = True
             raise
         finally:
             self._state = State.CLOSED

@@ -471,7 +471,7 @@ def _measured(
         message_bytes += wire.nbytes
         if wire is not spec:
             value = _random(spec, device).detach()
-            seconds = _seconds(coding, feedback, value, spec, Position(number, 0))
+            seconds = _seconds(coding, feedback, value, spec, (number, 0))
             encode, decode = encode + seconds[0], decode + seconds[1]
     share = message_bytes / value_bytes
     return CodecCosts(hop, carried, codec.name, share, encode / value_bytes, decode / value_bytes)

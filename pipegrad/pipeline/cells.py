@@ -351,7 +351,8 @@ class Compute:
         elif self._targets is not None:
             # A loss may do more than return, such as add to gradients. So it runs once, after the
             # second forward if there is one.
-            share = self._terms.share(microbatch)
+            shares = self._terms.shares
+            share = 1.0 if shares is None else shares[microbatch]
             loss = self._loss_of(outputs, self._targets[microbatch], [microbatch], share)
             cell.losses = [(loss, share), *cell.losses]
 

@@ -28,7 +28,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,16 +176,8 @@ def _words(hops: Collection[Hop]) -> str:
     return ", ".join(f"{a}-{b}" for a, b in hops)
 
 
-class Position(NamedTuple):
-    """Where an error belongs: a gradient of the same microbatch of the next step.
-
-    Attributes:
-        link: The value whose gradient it is. A rank sends one gradient of a value.
-        microbatch: Of the step.
-    """
-
-    link: int
-    microbatch: int
+# Where an error belongs: the link of a value whose gradient a rank sends once, and a microbatch.
+Position = tuple[int, int]
 
 
 class Coding:
@@ -355,10 +347,6 @@ class Feedback:
         """
         self._has_failed = has_failed if self._pending else None
 
-    def drop_pending(self) -> None:
-        """Drops the errors of the last step, which has failed on all ranks."""
-        self._pending, self._has_failed = {}, None
-
     def total(self, position: Position, gradient: Tensor) -> Tensor:
         """Returns a gradient and the error of the one before it; the gradient if there is none."""
         error = self._errors.get(position)
@@ -405,5 +393,5 @@ class Feedback:
                     f"{key!r} is no error of a codec, but {type(error).__name__}: expected what "
                     f"state_dict() returns"
                 )
-            loaded[Position(*map(int, match.groups()))] = error.clone()
+            loaded[int(match[1]), int(match[2])] = error.clone()
         self._errors = loaded

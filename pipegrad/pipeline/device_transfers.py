@@ -32,7 +32,7 @@ from pipegrad.comm.sync_points import Done
 from pipegrad.errors import StepError
 from pipegrad.pipeline.codings import Codings
 from pipegrad.pipeline.edges import Edges, Key, Spec, as_bytes
-from pipegrad.pipeline.transfers import Transfers, memory_for
+from pipegrad.pipeline.transfers import Transfers
 from pipegrad.schedules.program.program import Channel
 
 FREED = sync_points.Record("transfer.freed", "a receive would overwrite what is still read")
@@ -89,7 +89,8 @@ class DeviceTransfers(Transfers):
             return
         wire = end.sizes.on_wire(spec)
         if wire.nbytes > receive.memory.nbytes:
-            receive.memory, receive.like = memory_for(wire, self._device), wire
+            memory = torch.empty(wire.shape, dtype=wire.dtype, device=self._device)
+            receive.memory, receive.like = memory, wire
             receive.is_free = FREED(self._device)
         # On a side stream: on the current one all computes behind the receive would wait until the
         # message is there.

@@ -296,10 +296,6 @@ class Inbox:
         ARRIVED(work)
         return words.tolist()  # type: ignore[no-any-return]
 
-    def take(self) -> None:
-        """Removes the next header, which was waited for."""
-        self.posted.popleft()
-
     def record_ended(self) -> None:
         """Records whether the next header has come: a receive of gloo can be waited for once."""
         if self.posted and has_ended(self.posted[0][2]):

@@ -171,10 +171,6 @@ class LossTerms:
         """The names of loss_fn's metrics, in order; None if this rank has computed no loss."""
         return self._names if self._losses else None
 
-    def share(self, microbatch: int) -> Number:
-        """Returns how much the loss of a microbatch counts: 1, or a float64 scalar."""
-        return 1.0 if self.shares is None else self.shares[microbatch]
-
     def share_of_rows(self, microbatch: int) -> float:
         """Returns how much the loss of a stage counts in a microbatch."""
         return self.rows[microbatch] * len(self.rows) / sum(self.rows) if self.rows else 1.0
@@ -519,10 +515,6 @@ class Message:
                 f"number from 0 on"
             )
         return f"{num_different:g} times in the step {DIFFERENT}" if num_different else None
-
-    def is_wrong(self) -> bool:
-        """Returns whether the gradients of the step are wrong: reading `loss` raises."""
-        return self.has_failed or self.wrong is not None
 
     def times(self, num_metrics: int) -> list[float] | None:
         """Returns the sums of times, which are behind the metrics; None if a rank failed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
@@ -12,8 +11,6 @@ from pipegrad.schedules.program.program import Item, Op, Program
 from pipegrad.topology import Topology
 
 _COLUMNS = 24  # of a grid
-# An item that waits, and the end of its channel that it waits for.
-_AWAITED: Mapping[Op, str] = {Op.WAIT_RECEIVE: "source", Op.RELEASE: "target"}
 
 
 class Place:
@@ -32,6 +29,7 @@ class Place:
         self._program = program
         self._topology = topology
         self.rank = topology.coordinate(topology.pipeline)
+        self._ranks = topology.ranks_along(topology.pipeline)  # a Program has those of a pipeline
         self.position = 0
 
     def items(self) -> Iterator[Item]:
@@ -46,14 +44,18 @@ class Place:
         """Returns what this rank is at."""
         # The position is read once: the thread that runs the step goes on meanwhile, and all words
         # must be of one item.
-        topology, position = self._topology, self.position
+        program, topology, position = self._program, self._topology, self.position
         begun = list(islice(self.items(), position + 1))
-        actions = [self._program.action(item) for item in begun if item.op is Op.COMPUTE]
-        item = begun[position] if position < len(begun) else None
+        actions = [program.action(item) for item in begun if item.op is Op.COMPUTE]
+        words, waits_for = "all items of the step are done", tuple[int, ...]()
+        for item in begun[position:]:
+            words = " ".join(program.words(item, self._ranks).split())
+            if item.op in (Op.WAIT_RECEIVE, Op.RELEASE):
+                waits_for = (self._ranks[program.peer(item)],)
         number = next(i for i, ranks in enumerate(topology.pipelines) if topology.rank in ranks)
         return Details(
-            "all items of the step are done" if item is None else self._words(item),
-            self._waits_for(item),
+            words,
+            waits_for,
             (number, self.rank),
             str(actions[-1]) if actions else "",
         )
@@ -80,20 +82,3 @@ class Place:
             elif item.op is Op.SHARED_WEIGHTS:
                 where = f"shared weights of stage {item.which}"
                 error.add_note(f"In {where} on pipeline rank {self.rank}.")
-
-    def _words(self, item: Item) -> str:
-        """Returns an item as text, with global ranks; a Program has ranks of a pipeline."""
-        words = " ".join(self._program.words(item).split())
-        return re.sub(
-            r"(?<=(?:om|to) rank )\d+$", lambda rank: str(self._global(int(rank[0]))), words
-        )
-
-    def _waits_for(self, item: Item | None) -> tuple[int, ...]:
-        if item is None or item.op not in _AWAITED:
-            return ()
-        channel = self._program.channels[item.which]
-        return (self._global(getattr(channel, _AWAITED[item.op])),)
-
-    def _global(self, rank: int) -> int:
-        """Returns the global rank of a rank of this pipeline."""
-        return self._topology.ranks_along(self._topology.pipeline)[rank]

@@ -587,7 +587,8 @@ class Steps:
             on_failure=partial(_drop_failed, weakref.ref(self), self._notice.step),
         )
         if self._feedback is not None:
-            self._feedback.end(result.message.is_wrong)
+            message = result.message
+            self._feedback.end(lambda: message.has_failed or message.wrong is not None)
         return result, terms
 
     def _accepted(self, kind: StepKind, batch: Batch) -> tuple[Given, LossTerms, float]:
@@ -785,7 +786,7 @@ class Steps:
         except PipegradError:
             # All ranks raise it, with the step behind them: what the step has left goes everywhere.
             if self._feedback is not None:
-                self._feedback.drop_pending()
+                self._feedback.end(lambda: True)
             if not forward_only:
                 self._sync.drop_gradients()
             raise

@@ -45,7 +45,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.collectives import HEADERS, TRANSFERS
 from pipegrad.comm.sync_points import Done, HostWork, Work
 from pipegrad.errors import StepError
-from pipegrad.pipeline.codings import Coding, Codings, Position
+from pipegrad.pipeline.codings import Coding, Codings
 from pipegrad.pipeline.edges import (
     Edges,
     Inbox,
@@ -354,7 +354,7 @@ class Transfers:
         words = inbox.wait()
         self.is_in_doubt = True
         key, spec = read_header(self._step, words)
-        inbox.take()
+        inbox.posted.popleft()
         self._announced[key] = spec
         return key, spec
 
@@ -389,7 +389,7 @@ class Transfers:
         Sync: on the current stream, which has waited for the message.
         """
         assert sizes.coding is not None
-        value = memory_for(spec, self._device)
+        value = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         sizes.coding.decode(message, value)
         return value
 
@@ -397,7 +397,8 @@ class Transfers:
         """Returns what has arrived, if it does not look like the memory that it was posted for."""
         memory = receive.memory
         if wire.nbytes > memory.nbytes:  # what came was empty, and another message follows
-            memory, tag = memory_for(wire, self._device), self._tag(*receive.key)
+            memory = torch.empty(wire.shape, dtype=wire.dtype, device=self._device)
+            tag = self._tag(*receive.key)
             RECEIVED(sync_points.in_use.receive(end.group, memory, end.peer, tag))
             return memory
         # No view, which a module could not tell from its own.
@@ -448,7 +449,7 @@ class Transfers:
     def _encoded(self, end: End, key: Key, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
         """Returns the message of a value or a gradient that has a codec."""
         assert end.sizes.coding is not None
-        position = Position(self._channels[key[0]].link, key[1])
+        position = self._channels[key[0]].link, key[1]
         return end.sizes.coding.encoded(tensor, spec, position)
 
     def _head(self, end: End, key: Key, spec: Spec) -> torch.Tensor:
@@ -522,8 +523,3 @@ class Transfers:
                 end.inbox.record_ended()
         for key, messages in self._sending.items():
             self._sending[key] = [(Done() if has_ended(w) else w, held) for w, held in messages]
-
-
-def memory_for(spec: Spec, device: torch.device) -> torch.Tensor:
-    """Returns new memory that looks like a value."""
-    return torch.empty(spec.shape, dtype=spec.dtype, device=device)

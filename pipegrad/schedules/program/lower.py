@@ -123,7 +123,7 @@ class _Lowering:
             incoming[target][source] = [transfer for transfer, _ in messages]
         released = self._releases(sent)
         for rank, actions in enumerate(self._program.schedule.actions):
-            receives = _Receives(incoming[rank], depth)
+            receives, links = _Receives(incoming[rank], depth), self._program.rank_links[rank]
             last = _last(actions, ("B", "W"))
             last_inputs = _last(actions, ("B", "I"))
             unused = set(self._program.synced)
@@ -138,7 +138,11 @@ class _Lowering:
                 if kind == "F" and stage in unused:
                     unused.remove(stage)
                     items.append(encode(Op.FIRST_USE, stage))
-                items.extend(self._joins(rank, action))
+                # Gradients of one value that come from several ranks are summed before the backward
+                # that reads them, in the order of ranks: the same in every step.
+                if kind in ("B", "I"):
+                    joined = filter(links.is_joined, links.made[stage])
+                    items.extend(encode(Op.JOIN, link, microbatch) for link in joined)
                 if kind == "B" and last[stage] == position:
                     items.append(encode(Op.LAST_BACKWARD, stage))
                 items.append(encode(Op.COMPUTE, action_index(action), microbatch))
@@ -157,15 +161,6 @@ class _Lowering:
             # the step, where the rank waits for them.
             items.extend(encode(Op.RELEASE, *t) for t in released[rank, -1])
             yield items
-
-    def _joins(self, rank: int, action: Action) -> Iterator[int]:
-        # Gradients of one value that come from several ranks are summed before the backward that
-        # reads them. The order of the sum is that of the ranks, so it is the same in every step.
-        links = self._program.rank_links[rank]
-        if action.kind in ("B", "I"):
-            for link in links.made[action.stage]:
-                if links.is_joined(link):
-                    yield encode(Op.JOIN, link, action.microbatch)
 
     def _transfers(self, rank: int) -> Iterator[tuple[list[Transfer], list[Transfer]]]:
         """Yields for each action of a rank the transfers that it needs, and those it starts."""

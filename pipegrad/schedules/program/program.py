@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -160,20 +160,31 @@ class Program:
     def __str__(self) -> str:
         return "\n".join(self.listing(rank) for rank in range(len(self.items)))
 
-    def words(self, item: Item) -> str:
-        """Returns an item as text: ``send            x of 0F3 to rank 1``."""
+    def words(self, item: Item, ranks: Sequence[int] | None = None) -> str:
+        """Returns an item as text: ``send            x of 0F3 to rank 1``.
+
+        Args:
+            item: The item.
+            ranks: For each pipeline rank its number in the text; by default the same.
+        """
         op, which, microbatch = item
         if op is Op.COMPUTE:
             text = str(self.action(item))
-        elif op in _TRANSFERS:
-            peer = _TRANSFERS[op].format(c=self.channels[which])
-            text = f"{self.transfer(which, microbatch)} {peer}"
+        elif op in _PEERS:
+            way, peer = _PEERS[op], self.peer(item)
+            rank = peer if ranks is None else ranks[peer]
+            text = f"{self.transfer(which, microbatch)} {way} rank {rank}"
         elif op is Op.JOIN:
             link = self.links[which]
             text = f"gradients of {link.name} of {link.producer}F{microbatch}"
         else:
             text = f"stage {which}"
         return f"{op!s:<15}{text}"
+
+    def peer(self, item: Item) -> int:
+        """Returns the rank at the other end of a transfer."""
+        channel = self.channels[item.which]
+        return channel.source if _PEERS[item.op] == "from" else channel.target
 
     def transfer(self, channel: int, microbatch: int) -> str:
         """Returns a transfer as text: the value, and the action that made it."""
@@ -188,12 +199,12 @@ class Program:
         return Action(stage, KINDS[kind], item.microbatch)
 
 
-# The peer of a transfer, as it stands in messages.
-_TRANSFERS: Mapping[Op, str] = {
-    Op.POST_RECEIVE: "from rank {c.source}",
-    Op.WAIT_RECEIVE: "from rank {c.source}",
-    Op.SEND: "to rank {c.target}",
-    Op.RELEASE: "to rank {c.target}",
+# Where the peer of a transfer is.
+_PEERS: Mapping[Op, Literal["from", "to"]] = {
+    Op.POST_RECEIVE: "from",
+    Op.WAIT_RECEIVE: "from",
+    Op.SEND: "to",
+    Op.RELEASE: "to",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import NoReturn
 
@@ -87,7 +88,7 @@ class RankRun:
             int(Op.LAST_BACKWARD): self._announce,
             int(Op.COMPUTE): self._compute,
             int(Op.SEND): self._send,
-            int(Op.RELEASE): self._release,
+            int(Op.RELEASE): partial(self._end, "releases what is not being sent"),
             int(Op.FINAL): self._announce,
             int(Op.INPUTS_FINAL): self._announce,
             int(Op.SHARED_WEIGHTS): self._announce,
@@ -115,7 +116,7 @@ class RankRun:
         self._hold(IN_FLIGHT, 1)
 
     def _receive(self, transfer: int) -> None:
-        self._end(transfer, "waits for a receive that is not posted")
+        self._end("waits for a receive that is not posted", transfer)
         self._received.add(transfer)
         self._hold(IN_FLIGHT, -1)
         # A value stays in its buffer until the last backward of this rank has read it. A gradient
@@ -135,10 +136,7 @@ class RankRun:
                 self.refuse(f"sent before stage {stage} has computed it")
         self._begin(transfer)
 
-    def _release(self, transfer: int) -> None:
-        self._end(transfer, "releases what is not being sent")
-
-    def _end(self, transfer: int, why: str) -> None:
+    def _end(self, why: str, transfer: int) -> None:
         if transfer not in self.under_way:
             self.refuse(why)
         self.under_way.remove(transfer)
@@ -169,11 +167,10 @@ class RankRun:
         if stage in self._unused:
             self.refuse(f"nobody has waited for the parameters of stage {stage}")
         for link in self._links.taken[stage]:
-            producer, channel = self._program.links[link].producer, self._links.values.get(link)
-            if channel is None:
-                is_there = self._has(producer, microbatch, _FORWARD)
+            if link in self._links.values:
+                is_there = self._has_received(self._links.values[link], microbatch)
             else:
-                is_there = self._has_received(channel, microbatch)
+                is_there = self._has(self._program.links[link].producer, microbatch, _FORWARD)
             if not is_there:
                 self._refuse_missing(link)
         is_later = microbatch % self._program.schedule.chunks > 0
