@@ -153,7 +153,7 @@ class TransportRun(Run):
         return id(end.part)
 
     def _do(self, rank: RankRun, op: int, rest: int) -> None:
-        self._check(rank, partial(rank.do[op], rest))
+        self._check(rank, partial(rank.do, op, rest))
 
     def _check(self, rank: RankRun, check: Callable[[], None]) -> None:
         if rank.rank not in self.wrong:

@@ -479,6 +479,9 @@ class Compute:
         # adds to a gradient is divided as all the rest is.
         if self._scaler is None:
             return counted(torch.ones_like(loss), share).to(loss.dtype)
+        return self._scaled_gradient(self._scaler, loss, share)
+
+    def _scaled_gradient(self, scaler: GradScaler, loss: Tensor, share: Number) -> Tensor:
         # The scale is divided before backward: float16 must not overflow earlier than in one
         # process.
         exact = 1.0 / self._terms.divisor
@@ -489,7 +492,7 @@ class Compute:
                 f"number of microbatches or loss_divisor, is none of its numbers: return "
                 f"loss.float(), and compute it of float32"
             )
-        scale = self._scaler.begin_backward()
+        scale = scaler.begin_backward()
         if scale is None:
             if any(stage.losses for stage in self._stages.values()):
                 raise StepError(

@@ -67,10 +67,9 @@ class DeviceTransfers(Transfers):
         Sync: the host waits for headers, of this transfer and of those posted before it on its
         edge.
         """
-        key, end = (channel, microbatch), self._ends.get(channel)
+        key = channel, microbatch
         while key in self._receiving and key not in self._announced:
-            assert end is not None
-            self._enqueue(*self._read_header(end.inbox))
+            self._enqueue(*self._read_header(self._ends[channel].inbox))
             self.is_in_doubt = False
         return super().wait(channel, microbatch, known)
 
@@ -79,9 +78,9 @@ class DeviceTransfers(Transfers):
 
         Sync: the receive waits for who read its memory last.
         """
-        receive, end = self._receiving.get(key), self._ends.get(key[0])
-        if receive is None or end is None:
+        if key not in self._receiving:
             raise StepError(f"another rank has sent a header of {key}, which nobody waits for")
+        receive, end = self._receiving[key], self._ends[key[0]]
         receive.work = Done()
         if end.is_value:
             self._look(key[0], end.sizes)
@@ -107,8 +106,6 @@ class DeviceTransfers(Transfers):
     ) -> None:
         """Starts to send a tensor, and then its header; see `Transfers.send`."""
         end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
-        if end is None:
-            return
         key, like = (channel, microbatch), spec or Spec.of(tensor)
         if end.sizes.coding is not None:
             tensor = self._encoded(end, key, tensor, like)

@@ -79,6 +79,10 @@ def loss_parts(returned: object, *, is_weighted: bool) -> LossParts:
     """
     if type(returned) is Tensor and returned.numel() == 1 and not is_weighted:
         return returned, None, _NO_METRICS  # most do
+    return _checked_parts(returned, is_weighted=is_weighted)
+
+
+def _checked_parts(returned: object, *, is_weighted: bool) -> LossParts:
     parts = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
     loss, *rest = parts or (None,)
     weight = rest.pop(0) if is_weighted and rest else None

@@ -118,36 +118,34 @@ class Programs:
         self.schedule = pipeline.schedule
         # By number and chunks; the same ones on all ranks.
         self._others: dict[tuple[int, int], Schedule] = {}
-        self.first = self._lowered(self.schedule, pipeline.wiring.links, depth)
+        self.first = self._lowered(self.schedule, pipeline.wiring.links)
 
     def proven(
-        self, schedule: Schedule, links: Sequence[Link], *, posts_ahead: bool, forward_only: bool
+        self, schedule: Schedule, links: Sequence[Link], *, forward_only: bool
     ) -> tuple[Program, Proof]:
         """Returns the Program of a schedule, and its proof.
 
         Args:
             schedule: What every rank computes.
             links: The values that stages hand on, differentiable or not.
-            posts_ahead: Whether receives are posted ahead of their waits.
             forward_only: Whether it is an evaluation.
 
         Raises:
             ScheduleError: If the proof fails.
         """
-        depth = self._depth if posts_ahead else 0
         # The proof of a large schedule takes long, and most models need no other Program.
-        first = self._pipeline.schedule, self.first[0].links, self._depth, False
-        if (schedule, tuple(links), depth, forward_only) == first:
+        first = self.first[0]
+        if (schedule, tuple(links), forward_only) == (first.schedule, first.links, False):
             return self.first
-        return self._lowered(schedule, links, depth, forward_only=forward_only)
+        return self._lowered(schedule, links, forward_only=forward_only)
 
     def _lowered(
-        self, schedule: Schedule, links: Sequence[Link], depth: int, *, forward_only: bool = False
+        self, schedule: Schedule, links: Sequence[Link], *, forward_only: bool = False
     ) -> tuple[Program, Proof]:
         program = lower(
             schedule,
             links=links,
-            depth=depth,
+            depth=self._depth,
             synced=self._synced,
             forward_only=forward_only,
         )

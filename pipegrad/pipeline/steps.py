@@ -4,12 +4,11 @@
 step of each kind (training, evaluation) finds it out: to its transfers each value is unlike the one
 before, so a header says it: see [Note: shapes] in `transfers`.
 
-1. The Program of the first step posts no receive ahead: each stands directly before its wait. So
-   both ends of a channel know when they use it whether a gradient comes back.
+1. In the Program of the first step every value has a gradient. Of one that has none a header says
+   so, and its consumers send back that nothing comes.
 2. All ranks exchange their specs, and the names of their metrics, which must be equal. If a rank
    failed, all ranks raise, and the next step is a first step again.
-3. Each rank lowers the Program again: receives are posted ahead, and values without a gradient have
-   no channel back.
+3. If a value has no gradient, each rank lowers the Program again, without a channel back.
 """
 
 from __future__ import annotations
@@ -231,7 +230,7 @@ class StepKind:
         methods: dict[Op, Method] = {
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: values.receive_and_drop,
-            Op.SEND: transfers.send_failed,
+            Op.SEND: transfers.send_nothing,
             Op.RELEASE: transfers.release,
         }
         # A receive of gloo can be waited for once. What has ended before the error must not be
@@ -483,20 +482,17 @@ class Steps:
         Args:
             schedule: What every rank computes.
             links: The values that stages hand on, differentiable or not.
-            specs: What these values look like in the first microbatch, by link. Without them it is
-                a first step, which adds them: see [Note: first step].
+            specs: What these values look like in the first microbatch, by link. The first step adds
+                them: see [Note: first step].
             forward_only: Whether it is evaluation.
 
         Raises:
             ScheduleError: If the proof fails.
         """
         topology, sync, stages = self._topology, self._sync, self._stages
-        is_first = bool(links) and not specs
-        program, proof = self._programs.proven(
-            schedule, links, posts_ahead=not is_first, forward_only=forward_only
-        )
+        program, proof = self._programs.proven(schedule, links, forward_only=forward_only)
         times = None
-        if self._programs.wants_times and not forward_only and not is_first:
+        if self._programs.wants_times and not forward_only:
             times = StepTimes(program, topology, sync.device)
         between = Transfers if self.edges.is_tagged else DeviceTransfers
         transfers = between(program.channels, self.edges, sync.device, specs, self.codings)
@@ -751,8 +747,8 @@ class Steps:
             AgreementError: If what ranks have learned does not fit together.
             Exception: What failed in the step on this rank.
         """
-        topology, links = self._topology, self.pipeline.wiring.links
-        specs = dict[int, Spec]()
+        topology, specs = self._topology, dict[int, Spec]()
+        links = self.pipeline.wiring.links
         kind = self._new_kind(schedule, links, specs, forward_only=forward_only)
 
         def run() -> tuple[tuple[StepResult, LossTerms] | BaseException, Learned | None]:
@@ -799,18 +795,21 @@ class Steps:
         )
         # Each rank has seen the values that it made or received. All ranks of a pipeline together
         # have seen all of them, and a rank needs them all to lower the programs of the others.
-        pipeline = topology.ranks_along(topology.pipeline)
-        by_link = {link: spec for rank in pipeline for link, spec in learned[rank].specs.items()}
-        self._kinds[forward_only, schedule.num_microbatches, schedule.chunks] = self._new_kind(
-            schedule,
-            [
-                link._replace(differentiable=by_link[number].differentiable)
-                for number, link in enumerate(links)
-            ],
-            by_link,
-            forward_only=forward_only,
-        )
+        for rank in topology.ranks_along(topology.pipeline):
+            specs.update(learned[rank].specs)
+        self._keep(kind)
         return result
+
+    def _keep(self, kind: StepKind) -> None:
+        """Keeps a kind after its first step, without channels for gradients that never come."""
+        schedule, forward_only = kind.program.schedule, kind.program.forward_only
+        links = tuple(
+            link._replace(differentiable=kind.specs[number].differentiable)
+            for number, link in enumerate(kind.program.links)
+        )
+        if links != kind.program.links and not forward_only:
+            kind = self._new_kind(schedule, links, kind.specs, forward_only=False)
+        self._kinds[forward_only, schedule.num_microbatches, schedule.chunks] = kind
 
 
 def _drop_failed(reference: weakref.ref[Steps], step: int) -> str:

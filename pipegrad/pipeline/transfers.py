@@ -230,7 +230,7 @@ class Transfers:
         self._edges = edges
         self._specs, self._known = specs, dict(specs)  # and before the step
         self._codings = codings
-        self._ends: dict[int, End | None] = {}  # that were used; None: nothing will ever cross
+        self._ends: dict[int, End] = {}  # that were used
         self._sizes: dict[tuple[int, int], Sizes] = {}  # by link, and the rank at its other end
         self.is_in_doubt = False
         self._receiving: dict[Key, Receive] = {}
@@ -243,7 +243,7 @@ class Transfers:
         for sizes in self._sizes.values():
             sizes.grow()
 
-    def _end(self, number: int, *, sends: bool = False) -> End | None:
+    def _end(self, number: int, *, sends: bool = False) -> End:
         """Returns this rank's end of a channel, which is made when it is first used.
 
         Args:
@@ -260,11 +260,6 @@ class Transfers:
             apart = None if forth is None and back is None else Sizes(spec, back)
             self._sizes[link, other] = Sizes(spec, forth, apart)
         sizes, edges = self._sizes[link, other], self._edges
-        # Both ranks of a channel must decide alike whether anything crosses it: a gradient comes
-        # back only for a differentiable value, and in a first step only if the value has crossed.
-        if kind == "B" and (sizes.spec is None or not sizes.spec.differentiable):
-            self._ends[number] = None
-            return None
         serving = edges.to(other, channel) if sends else edges.of(other, channel)
         end = self._ends[number] = End(
             *serving,
@@ -279,7 +274,7 @@ class Transfers:
         """Starts a receive."""
         end = self._ends[channel] if channel in self._ends else self._end(channel)
         # After an interrupt behind this call the failed step makes it once more.
-        if end is None or (channel, microbatch) in self._receiving:
+        if (channel, microbatch) in self._receiving:
             return
         self.is_in_doubt = True  # see [Note: interrupts]
         # Reserved before the receive of the value is posted, or the value could be there before its
@@ -300,7 +295,10 @@ class Transfers:
         self.is_in_doubt = False
 
     def wait(self, channel: int, microbatch: int, known: Spec | None = None) -> torch.Tensor | None:
-        """Waits for a receive; returns what arrived, in memory of its own; None if nothing crosses.
+        """Waits for a receive; returns what arrived, in memory of its own.
+
+        It returns None for the gradient of a value that has none, and after an interrupt, if the
+        wait had ended before it.
 
         Args:
             channel: What is received.
@@ -317,7 +315,6 @@ class Transfers:
         if key not in self._receiving:
             return None
         receive, end = self._receiving[key], self._ends[channel]
-        assert end is not None
         sizes, inbox = end.sizes, end.inbox
         assert receive.work is not None
         RECEIVED(receive.work)
@@ -339,6 +336,8 @@ class Transfers:
         del self._receiving[key]
         if spec is None:
             self.is_in_doubt = False
+            if known is not None and not known.differentiable:
+                return None
             raise PeerFailedError("another rank failed before it made a value for this one")
         message, wire = receive.memory, spec if sizes.coding is None else sizes.on_wire(spec)
         if wire != receive.like:
@@ -423,8 +422,6 @@ class Transfers:
         Sync: the send waits for the current stream. The tensor is held until `release`.
         """
         end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
-        if end is None:
-            return
         key = channel, microbatch
         if end.sizes.coding is not None:
             tensor = self._encoded(end, key, tensor, spec or Spec.of(tensor))
@@ -500,13 +497,11 @@ class Transfers:
         """Returns the tag of a transfer: another one for each of a step, the same on both ranks."""
         return TRANSFERS + microbatch * self._num_channels + channel
 
-    # After a failure.
-
-    def send_failed(self, channel: int, microbatch: int) -> None:
+    def send_nothing(self, channel: int, microbatch: int) -> None:
         """Sends, instead of a value or a gradient, that it will never come."""
         end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
         key = channel, microbatch
-        if end is None or key in self._sending:
+        if key in self._sending:
             return
         self._start(key, end.host, header(self._step, key, None), end.host_peer, HEADERS)
         if self.posts_receives:  # only a message ends the receive
@@ -519,7 +514,6 @@ class Transfers:
             if has_ended(receive.work):
                 receive.work = Done()
         for end in self._ends.values():
-            if end is not None:
-                end.inbox.record_ended()
+            end.inbox.record_ended()
         for key, messages in self._sending.items():
             self._sending[key] = [(Done() if has_ended(w) else w, held) for w, held in messages]

@@ -270,8 +270,10 @@ class Values:
             self._transfers.send(channel, microbatch, *self._leaving[link])
         else:
             gradient = self._held[link, microbatch].gradients[self._rank]
-            if gradient is not None:  # otherwise nothing will ever cross: see `release`
+            if gradient is not None:
                 self._transfers.send(channel, microbatch, gradient)
+            else:  # of a value that has none: [Note: first step] in `steps`
+                self._transfers.send_nothing(channel, microbatch)
             del self._held[link, microbatch]
 
     # Gradients.
@@ -418,8 +420,11 @@ def check_plain(output: Tensor, what: str) -> None:
     Raises:
         StepError: Begins with `what`.
     """
-    if type(output) is Tensor and output.layout is torch.strided:
-        return
+    if type(output) is not Tensor or output.layout is not torch.strided:
+        _refuse_memoryless(output, what)
+
+
+def _refuse_memoryless(output: Tensor, what: str) -> None:
     if is_dtensor(output):
         advice = "return output.full_tensor(), or output.to_local() if each rank has all of it"
     elif is_wrapper(output):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from typing import NoReturn
 
@@ -29,9 +28,13 @@ from pipegrad.schedules.program.program import (
 from pipegrad.schedules.schedule import Action
 
 _FORWARD, _FULL, _INPUT, _WEIGHT = range(4)  # kinds, as COMPUTE encodes them
-_COMPUTE, _SEND = int(Op.COMPUTE), int(Op.SEND)
+_COMPUTE, _SEND, _WAIT, _JOIN = (int(o) for o in (Op.COMPUTE, Op.SEND, Op.WAIT_RECEIVE, Op.JOIN))
 _STARTS = (int(Op.POST_RECEIVE), _SEND)
-_WAITS = (int(Op.WAIT_RECEIVE), int(Op.RELEASE))
+# A wait -> what starts that which it waits for, and what is wrong if nothing has.
+_WAITS = {
+    _WAIT: (int(Op.POST_RECEIVE), "waits for a receive that is not posted"),
+    int(Op.RELEASE): (_SEND, "releases what is not being sent"),
+}
 # Most items prepare the action after them. These belong to the action before them.
 _BEHIND = {int(op) for op in (Op.SEND, Op.FINAL, Op.INPUTS_FINAL, Op.SHARED_WEIGHTS)}
 # What comes before an item that says how far the gradients of a stage are, as the last such item.
@@ -53,50 +56,65 @@ class RankRun:
         rank: The pipeline rank.
         items: Its items.
         position: Of its next item.
-        under_way: Its transfers that have started, and were not waited for.
+        done: The items before that, as they are encoded.
         newest: Stage -> the microbatch of its last forward.
         most: The most that it has held: `LIVE`, `GRAPHS`, `BUFFERS`, `IN_FLIGHT`.
-        do: Op -> what does the next item, given the rest of it, or raises an ItemError.
     """
 
     def __init__(self, program: Program, rank: int) -> None:
         self.rank, self.items, self.position = rank, program.items[rank], 0
-        self.under_way = set[int]()
+        self.done = set[int]()
         self.newest: dict[int, int] = {}
         self.most = [0, 0, 0, 0]
         self._held = [0, 0, 0, 0]
         self._program, self._links = program, program.rank_links[rank]
         schedule = program.schedule
         self._stages = [s for s, holder in enumerate(schedule.stage_to_rank) if holder == rank]
-        # The computes to come, as items encode them, and a number that no item has.
+        self._synced = program.synced.intersection(self._stages)
+        # The computes to come, as items encode them, from the last one to the next.
         actions = schedule.actions[rank]
-        self._due = [*(action_index(a) << MICROBATCH_BITS | a.microbatch for a in actions), -1]
-        self._done = set[int]()
-        self._started = set[int]()
-        self._received = set[int]()
-        self._joined = set[int]()
+        self._due = [action_index(a) << MICROBATCH_BITS | a.microbatch for a in reversed(actions)]
+        self._num_under_way = 0  # transfers that have started, and were not waited for
         self._readers: dict[tuple[int, int], int] = {}  # actions that still read a received value
-        self._unused = program.synced.intersection(self._stages)
         self._inputs_left = dict.fromkeys(self._stages, schedule.num_microbatches)
         self._weights_left = dict.fromkeys(self._stages, schedule.num_microbatches)
         self._announced: dict[int, Op] = {}
-        self.do: dict[int, Callable[[int], None]] = {
+        self._checks: dict[int, Callable[[int], None]] = {
             int(Op.FIRST_USE): self._first_use,
-            int(Op.POST_RECEIVE): self._post,
-            int(Op.WAIT_RECEIVE): self._receive,
-            int(Op.JOIN): self._join,
-            int(Op.LAST_BACKWARD): self._announce,
-            int(Op.COMPUTE): self._compute,
-            int(Op.SEND): self._send,
-            int(Op.RELEASE): partial(self._end, "releases what is not being sent"),
-            int(Op.FINAL): self._announce,
-            int(Op.INPUTS_FINAL): self._announce,
-            int(Op.SHARED_WEIGHTS): self._announce,
+            _STARTS[0]: self._post,
+            _WAIT: self._receive,
+            _JOIN: self._check_gradients,
+            _COMPUTE: self._compute,
+            _SEND: self._send,
         }
 
     def refuse(self, why: str) -> NoReturn:
         """Raises an ItemError of the item at `position`."""
         raise ItemError(self._program, self.rank, min(self.position, len(self.items) - 1), why)
+
+    def do(self, op: int, rest: int) -> None:
+        """Does the next item.
+
+        Raises:
+            ItemError: If it is wrong.
+        """
+        code = rest << OP_BITS | op
+        if op in _BEFORE:
+            self._announce(Op(op), rest >> MICROBATCH_BITS)
+        elif code in self.done:
+            self.refuse("it comes twice")
+        if op in _WAITS:
+            start, complaint = _WAITS[op]
+            if not self.has(start, rest):
+                self.refuse(complaint)
+        if op in self._checks:
+            self._checks[op](rest)
+        self._num_under_way += (op in _STARTS) - (op in _WAITS)
+        self.done.add(code)
+
+    def has(self, op: int, rest: int) -> bool:
+        """Returns whether the rank has done an item."""
+        return rest << OP_BITS | op in self.done
 
     def _hold(self, what: int, by: int) -> None:
         self._held[what] += by
@@ -104,20 +122,11 @@ class RankRun:
 
     # Transfers.
 
-    def _begin(self, transfer: int) -> None:
-        if transfer in self._started:
-            self.refuse("sent or received twice")
-        self._started.add(transfer)
-        self.under_way.add(transfer)
-
-    def _post(self, transfer: int) -> None:
-        self._begin(transfer)
+    def _post(self, _: int) -> None:
         self._hold(BUFFERS, 1)
         self._hold(IN_FLIGHT, 1)
 
     def _receive(self, transfer: int) -> None:
-        self._end("waits for a receive that is not posted", transfer)
-        self._received.add(transfer)
         self._hold(IN_FLIGHT, -1)
         # A value stays in its buffer until the last backward of this rank has read it. A gradient
         # has one reader, so it needs no count.
@@ -132,30 +141,23 @@ class RankRun:
         is_value, producer = kind == "F", self._program.links[link].producer
         kinds = (_FORWARD,) if is_value else (_FULL, _INPUT)
         for stage in [producer] if is_value else self._links.consumers[link]:
-            if not self._has(stage, microbatch, *kinds):
+            if not self._has_computed(stage, microbatch, *kinds):
                 self.refuse(f"sent before stage {stage} has computed it")
-        self._begin(transfer)
-
-    def _end(self, why: str, transfer: int) -> None:
-        if transfer not in self.under_way:
-            self.refuse(why)
-        self.under_way.remove(transfer)
 
     # Compute.
 
     def _compute(self, code: int) -> None:
         index, microbatch = code >> MICROBATCH_BITS, code & MICROBATCH_MASK
         stage, kind = index >> KIND_BITS, index & KIND_MASK
-        if code != self._due[len(self._done)]:
+        if not self._due or code != self._due.pop():
             self.refuse("the schedule of this rank has another action here")
         if kind == _FORWARD:
             self._check_forward(stage, microbatch)
             self.newest[stage] = microbatch
-        elif kind == _WEIGHT and not self._has(stage, microbatch, _INPUT):
+        elif kind == _WEIGHT and not self._has_computed(stage, microbatch, _INPUT):
             self.refuse("the input's gradient, I, comes first")
         elif kind != _WEIGHT:
             self._check_backward(stage, microbatch)
-        self._done.add(code)
         if not self._program.forward_only:
             self._hold(LIVE, _LIVE_BY_KIND[kind])
             self._hold(GRAPHS, _GRAPHS_BY_KIND[kind])
@@ -164,51 +166,54 @@ class RankRun:
         self._free_buffers(stage, kind, microbatch)
 
     def _check_forward(self, stage: int, microbatch: int) -> None:
-        if stage in self._unused:
+        if stage in self._synced and not self.has(Op.FIRST_USE, stage << MICROBATCH_BITS):
             self.refuse(f"nobody has waited for the parameters of stage {stage}")
         for link in self._links.taken[stage]:
             if link in self._links.values:
                 is_there = self._has_received(self._links.values[link], microbatch)
             else:
-                is_there = self._has(self._program.links[link].producer, microbatch, _FORWARD)
+                producer = self._program.links[link].producer
+                is_there = self._has_computed(producer, microbatch, _FORWARD)
             if not is_there:
                 self._refuse_missing(link)
         is_later = microbatch % self._program.schedule.chunks > 0
-        if is_later and not self._has(stage, microbatch - 1, _FORWARD):
+        if is_later and not self._has_computed(stage, microbatch - 1, _FORWARD):
             self.refuse("it needs what the chunk before carries to it")
 
     def _check_backward(self, stage: int, microbatch: int) -> None:
-        if not self._has(stage, microbatch, _FORWARD):
+        if not self._has_computed(stage, microbatch, _FORWARD):
             self.refuse("its forward comes first")
         is_earlier = (microbatch + 1) % self._program.schedule.chunks > 0
-        if is_earlier and not self._has(stage, microbatch + 1, _FULL, _INPUT):
+        if is_earlier and not self._has_computed(stage, microbatch + 1, _FULL, _INPUT):
             self.refuse("it needs the gradient of what it carries to the chunk behind it")
         for link in self._links.made[stage]:
+            value = link << MICROBATCH_BITS | microbatch
             if not self._links.is_joined(link):
-                self._check_gradients(link, microbatch)
-            elif link << MICROBATCH_BITS | microbatch not in self._joined:
+                self._check_gradients(value)
+            elif not self.has(_JOIN, value):
                 self.refuse(f"the gradients of {self._program.links[link].name!r} are not summed")
 
-    def _check_gradients(self, link: int, microbatch: int) -> None:
+    def _check_gradients(self, value: int) -> None:
         """Refuses a backward, or a sum, before the gradients of a value are there."""
+        link, microbatch = value >> MICROBATCH_BITS, value & MICROBATCH_MASK
         if self._program.links[link].differentiable:
             channels, consumers = self._links.gradients[link], self._links.consumers[link]
             if not (
                 all(self._has_received(channel, microbatch) for channel in channels.values())
-                and all(self._has(stage, microbatch, _FULL, _INPUT) for stage in consumers)
+                and all(self._has_computed(stage, microbatch, _FULL, _INPUT) for stage in consumers)
             ):
                 self._refuse_missing(link)
 
     def _refuse_missing(self, link: int) -> NoReturn:
         self.refuse(f"it needs {self._program.links[link].name!r}, which has not arrived")
 
-    def _has(self, stage: int, microbatch: int, *kinds: int) -> bool:
+    def _has_computed(self, stage: int, microbatch: int, *kinds: int) -> bool:
         """Returns whether this rank has computed one of some kinds."""
         codes = ((stage << KIND_BITS | kind) << MICROBATCH_BITS | microbatch for kind in kinds)
-        return any(code in self._done for code in codes)
+        return any(code << OP_BITS | _COMPUTE in self.done for code in codes)
 
     def _has_received(self, channel: int, microbatch: int) -> bool:
-        return channel << MICROBATCH_BITS | microbatch in self._received
+        return self.has(_WAIT, channel << MICROBATCH_BITS | microbatch)
 
     def _free_buffers(self, stage: int, kind: int, microbatch: int) -> None:
         """Frees the buffers that no later action reads."""
@@ -224,23 +229,13 @@ class RankRun:
             for link in self._links.made[stage]:
                 self._hold(BUFFERS, -len(self._links.gradients[link]))
 
-    def _join(self, rest: int) -> None:
-        if rest in self._joined:
-            self.refuse("summed twice")
-        self._check_gradients(rest >> MICROBATCH_BITS, rest & MICROBATCH_MASK)
-        self._joined.add(rest)
-
     # Stages.
 
     def _first_use(self, rest: int) -> None:
-        stage = rest >> MICROBATCH_BITS
-        if stage not in self._unused:
-            self.refuse("waited for twice, or nothing is on its way")
-        self._unused -= {stage}
+        if rest >> MICROBATCH_BITS not in self._synced:
+            self.refuse("nothing is on its way")
 
-    def _announce(self, rest: int) -> None:
-        stage = rest >> MICROBATCH_BITS
-        op = Op(self.items[self.position] & OP_MASK)
+    def _announce(self, op: Op, stage: int) -> None:
         left = self._weights_left if op is Op.FINAL else self._inputs_left
         expected = 1 if op is Op.LAST_BACKWARD else 0
         before = self._announced.get(stage)
@@ -256,9 +251,9 @@ class RankRun:
 
     def check_end(self) -> None:
         """Refuses what is left when all items are done."""
-        if self.under_way:
+        if self._num_under_way:
             self.refuse("transfers are under way at the end of the step")
-        if len(self._done) + 1 < len(self._due):
+        if self._due:
             self.refuse("the schedule of this rank has more actions")
         final = [s for s in self._stages if self._announced.get(s) is Op.FINAL]
         if not self._program.forward_only and final != self._stages:
@@ -315,13 +310,13 @@ class Run:
                 self._start(rank, op, rest)
             rank.position += 1
 
-    def _missing(self, rank: RankRun, _op: int, transfer: int) -> int | None:
+    def _missing(self, rank: RankRun, op: int, transfer: int) -> int | None:
         """Returns what a wait waits for; None if it has ended, or if the wait is wrong."""
-        is_there = transfer in self._arrived or transfer not in rank.under_way
+        is_there = transfer in self._arrived or not rank.has(_WAITS[op][0], transfer)
         return None if is_there else transfer
 
     def _do(self, rank: RankRun, op: int, rest: int) -> None:
-        rank.do[op](rest)
+        rank.do(op, rest)
 
     def _start(self, rank: RankRun, op: int, transfer: int) -> None:
         """Lets a transfer end if both of its ends have started."""
