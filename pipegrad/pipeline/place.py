@@ -36,12 +36,8 @@ class Place:
         """Yields the items of this rank."""
         return self._program.decoded(self.rank)
 
-    def read(self) -> int:
-        """Returns the position; any thread may call it, as all below."""
-        return self.position
-
     def details(self) -> Details:
-        """Returns what this rank is at."""
+        """Returns what this rank is at; any thread may call it."""
         # The position is read once: the thread that runs the step goes on meanwhile, and all words
         # must be of one item.
         program, topology, position = self._program, self._topology, self.position

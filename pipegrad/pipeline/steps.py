@@ -104,7 +104,7 @@ class StepKind:
         # any more would wait for the garbage collector.
         self._place = place = Place(program, topology)
         self.activity = Activity(
-            "", details=place.details, drawing=place.drawn, position=place.read
+            "", details=place.details, drawing=place.drawn, position=lambda: place.position
         )
         self._values = values
         self._compute = compute
@@ -202,13 +202,12 @@ class StepKind:
         """Returns the calls of a step, inside of what a profiler and a recorder want of each."""
         calls: Sequence[_Call] = self._calls
         if is_profiled():
-            names = [
-                f"pipegrad {self.program.action(item)}" if item.op is Op.COMPUTE else ""
-                for item in self._place.items()
-            ]
+            # A range that profilers see: ``pipegrad 2F0``.
             calls = [
-                (partial(_in_range, name, method), arguments) if name else (method, arguments)
-                for name, (method, arguments) in zip(names, calls, strict=True)
+                (record_function(f"pipegrad {self.program.action(item)}")(method), arguments)
+                if item.op is Op.COMPUTE
+                else (method, arguments)
+                for item, (method, arguments) in zip(self._place.items(), calls, strict=True)
             ]
         if recorder is not None:
             due, keep = recorder.items()
@@ -250,12 +249,6 @@ class StepKind:
         """Lets go of everything of a step."""
         self._values.forget()
         self._compute.forget()
-
-
-def _in_range(name: str, compute: Method, stage: int, microbatch: int) -> None:
-    """Computes inside a range that profilers see: ``pipegrad 2F0``."""
-    with record_function(name):
-        compute(stage, microbatch)
 
 
 def _recorded(method: Method, keep: _Keep, now: Callable[[], object], *arguments: int) -> None:
@@ -423,11 +416,11 @@ class Steps:
                     self._leave(error)
                 schedule, batch = programs.schedule, batch._replace(error=error)
             key = forward_only, schedule.num_microbatches, schedule.chunks
+            known = next((k for k in self._kinds if k[0] is forward_only), None)
+            if known is None:
+                return self._run_first(schedule, batch, forward_only=forward_only)
             if key not in self._kinds:
-                kind = self._like_known(schedule, forward_only=forward_only)
-                if kind is None:
-                    return self._run_first(schedule, batch, forward_only=forward_only)
-                self._kinds[key] = kind
+                self._kinds[key] = self._like_known(schedule, self._kinds[known])
             kind = self._kinds[key]
             result, _ = self._run(kind, batch)
             if kind.times is not None:
@@ -446,28 +439,24 @@ class Steps:
             return
         schedule = self._programs.adapted(step_times.times(numbers), self._notice.step)
         if schedule is not None:
-            kind = self._like_known(schedule, forward_only=False)
-            assert kind is not None  # a step of this kind was measured
-            # Evaluations have the forwards of any schedule.
-            evaluations = {key: kind for key, kind in self._kinds.items() if key[0]}
             key = False, schedule.num_microbatches, schedule.chunks
-            self._kinds = evaluations | {key: kind}
+            known = next(kind for (is_forward, *_), kind in self._kinds.items() if not is_forward)
+            kind = self._like_known(schedule, known)
+            # Evaluations have the forwards of any schedule.
+            self._kinds = {key: kind for key, kind in self._kinds.items() if key[0]} | {key: kind}
             self._programs.take(schedule)
 
-    def _like_known(self, schedule: Schedule, *, forward_only: bool) -> StepKind | None:
-        """Returns a new kind, whose values a kind alike has learned; None if none has."""
-        for (is_forward, *_), known in self._kinds.items():
-            if is_forward is forward_only:
-                try:
-                    return self._new_kind(
-                        schedule, known.program.links, known.specs, forward_only=forward_only
-                    )
-                except BaseException as error:
-                    # Ctrl-C may come in a long proof. Other ranks run the step and wait for this
-                    # one.
-                    self._leave(error)
-                    raise
-        return None
+    def _like_known(self, schedule: Schedule, known: StepKind) -> StepKind:
+        """Returns a kind of the values that another one has seen, with another schedule."""
+        program = known.program
+        try:
+            return self._new_kind(
+                schedule, program.links, known.specs, forward_only=program.forward_only
+            )
+        except BaseException as error:
+            # Ctrl-C may come in a long proof. Other ranks run the step and wait for this one.
+            self._leave(error)
+            raise
 
     def _new_kind(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -143,14 +144,14 @@ def step(scheduler: Scheduler) -> float:
 def watched(note: Callable[[str, str], object]) -> Iterator[None]:
     """Tells when a compute of a step inside starts and ends: "start" or "end", "0F1"."""
 
-    def in_range(name: str, compute: Method, stage: int, microbatch: int) -> None:
+    def in_range(name: str, compute: Method, *arguments: int) -> None:
         action = name.removeprefix("pipegrad ")
         note("start", action)
-        compute(stage, microbatch)
+        compute(*arguments)
         note("end", action)
 
     with (
         mock.patch.object(steps, "is_profiled", return_value=True),
-        mock.patch.object(steps, "_in_range", in_range),
+        mock.patch.object(steps, "record_function", lambda name: partial(partial, in_range, name)),
     ):
         yield
