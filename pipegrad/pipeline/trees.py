@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from numbers import Number
 from operator import itemgetter
 from typing import TypeGuard
@@ -122,16 +123,20 @@ def _sum(tensor: Tensor) -> Tensor:
         padded[: len(octets)] = octets
         octets = padded
     words = octets.view(torch.int64)
-    weights = _WEIGHTS[: len(words)]
-    if len(weights) < len(words) or not words.is_cpu:
+    if words.is_cpu:
+        weights = _table(len(words).bit_length())[: len(words)]
+    else:
         weights = _scattered(torch.arange(len(words), device=words.device))
     return (words * weights).sum()
+
+
+@lru_cache(maxsize=32)
+def _table(exponent: int) -> Tensor:
+    """Returns the weights of the first 2^exponent positions, on the host."""
+    return _scattered(torch.arange(2**exponent))
 
 
 def _scattered(positions: Tensor) -> Tensor:
     """Returns odd numbers that look random: with 1, 3, 5, ... sums of tokens would be equal."""
     positions = (positions + 1) * _ODD
     return (positions ^ (positions >> 32)) * _ODD | 1
-
-
-_WEIGHTS = _scattered(torch.arange(2**16))  # most batches are small

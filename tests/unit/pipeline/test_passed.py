@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from pipegrad.pipeline import trees
 from pipegrad.pipeline.trees import number_of
@@ -52,24 +51,8 @@ def test_batches_of_tokens_and_of_flags_differ() -> None:
     assert len({number_of(batch) for batch in flags}) == 500
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        X,
-        X.t(),
-        X[1:, 1:],
-        torch.rand(1000, 3),
-        torch.randint(9, (5, 5)),
-        torch.rand(7, 3) > 0.5,
-        X.bfloat16()[1:],
-        torch.rand(3, 5, dtype=torch.complex64).conj(),
-        torch.tensor(3.0),
-        torch.zeros(0, 4),
-    ],
-    ids=lambda x: f"{tuple(x.shape)} {x.dtype}",
-)
-def test_a_device_has_the_number_of_the_cpu(value: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no table of the first weights."""
-    number = number_of(value)
-    monkeypatch.setattr(trees, "_WEIGHTS", torch.empty(0, dtype=torch.int64))
-    assert number_of(value) == number
+def test_a_device_has_the_number_of_the_cpu() -> None:
+    """It computes the weights of positions anew; the host has a table of them."""
+    for number in (0, 1, 7, 1000):
+        table = trees._table(number.bit_length())
+        assert torch.equal(table[:number], trees._scattered(torch.arange(number)))
