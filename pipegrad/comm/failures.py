@@ -80,7 +80,10 @@ class FailureNotice:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        # Keys of the store: of all steps, and of the present one.
+        self._board = f"pipegrad/failed/{name}"
+        self._last_key, self._final_key = f"{self._board}/last", f"{self._board}/final"
+        self._key = f"{self._board}/0"
         self.step = 0
         self.has_failures = False
         self._first: str | None = None  # the post of a rank that failed before this one, if it did
@@ -90,6 +93,7 @@ class FailureNotice:
         # The number is a part of the keys in the store. A rank that counts differently would read
         # the board of another step.
         self.step += 1
+        self._key = f"{self._board}/{self.step}"
         self._first = None
 
     def post(self, message: str, *, final: bool = False) -> str:
@@ -160,18 +164,19 @@ class FailureNotice:
     def refuse(self, message: str) -> None:
         """Posts that a verb of this step was refused on this rank. Its caller may try again."""
         if dist.is_initialized():
-            store().set(self._refused_key, f"rank {dist.get_rank()}: {message}")
+            store().set(f"{self._key}/refused", f"rank {dist.get_rank()}: {message}")
 
     def withdraw(self) -> None:
         """Removes the message of `refuse`."""
         if dist.is_initialized():
-            store().set(self._refused_key, "")
+            store().set(f"{self._key}/refused", "")
 
     def read_refusal(self) -> str | None:
         """Returns the latest message of `refuse` in this step, from any rank, or None."""
-        if not dist.is_initialized() or not store().check([self._refused_key]):
+        key = f"{self._key}/refused"
+        if not dist.is_initialized() or not store().check([key]):
             return None
-        return store().text(self._refused_key) or None
+        return store().text(key) or None
 
     def read(self) -> str | None:
         """Returns the first message that any rank posted in this step, or None.
@@ -197,22 +202,6 @@ class FailureNotice:
         if not dist.is_initialized() or not store().check([self._final_key]):
             return None
         return store().text(self._final_key)
-
-    @property
-    def _last_key(self) -> str:
-        return f"pipegrad/failed/{self._name}/last"
-
-    @property
-    def _refused_key(self) -> str:
-        return f"{self._key}/refused"
-
-    @property
-    def _final_key(self) -> str:
-        return f"pipegrad/failed/{self._name}/final"
-
-    @property
-    def _key(self) -> str:
-        return f"pipegrad/failed/{self._name}/{self.step}"
 
 
 def told(error: BaseException) -> str:

@@ -217,7 +217,8 @@ class _Profile:
             device=self._device,
         )
         outputs, costs = alone.measured(self._repeats)
-        made = dict(zip(wiring.made[stage], outputs, strict=False))
+        produced = (n for n, link in enumerate(wiring.links) if link.producer == stage)
+        made = dict(zip(produced, outputs, strict=False))
         sync = self._scheduler.sync
         seconds, num_bytes = optimizer_costs(sync, self._optimizer, stage, self._repeats)
         costs = replace(

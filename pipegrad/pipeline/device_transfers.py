@@ -86,7 +86,7 @@ class DeviceTransfers(Transfers):
             self._look(key[0], end.sizes)
         if spec is None:
             return
-        wire = end.sizes.on_wire(spec)
+        wire = end.on_wire(spec)
         if wire.nbytes > receive.memory.nbytes:
             memory = torch.empty(wire.shape, dtype=wire.dtype, device=self._device)
             receive.memory, receive.like = memory, wire
@@ -107,7 +107,7 @@ class DeviceTransfers(Transfers):
         """Starts to send a tensor, and then its header; see `Transfers.send`."""
         end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
         key, like = (channel, microbatch), spec or Spec.of(tensor)
-        if end.sizes.coding is not None:
+        if end.coding is not None:
             tensor = self._encoded(end, key, tensor, like)
         head, message = self._head(end, key, like), as_bytes(tensor.contiguous())
         if message.nbytes:

@@ -41,7 +41,7 @@ from pipegrad.pipeline.codings import Codings
 from pipegrad.pipeline.compare import BatchCheck, Facts
 from pipegrad.pipeline.device_transfers import DeviceTransfers
 from pipegrad.pipeline.edges import Edges, Spec
-from pipegrad.pipeline.loss_message import Losses, LossTerms, StepResult
+from pipegrad.pipeline.loss_message import Losses, LossTerms, Outputs, StepResult
 from pipegrad.pipeline.place import Place
 from pipegrad.pipeline.programs import Programs, StepTimes
 from pipegrad.pipeline.shares import shares, warn_of_labels
@@ -158,7 +158,7 @@ class StepKind:
 
     def run(
         self, given: Given, terms: LossTerms, *, keeps_outputs: bool
-    ) -> list[tuple[Tensor, ...]]:
+    ) -> tuple[tuple[Tensor, ...], ...]:
         """Runs all items; returns the outputs of the last stage, if they are kept.
 
         If it raises, call `finish_transfers`.
@@ -194,7 +194,7 @@ class StepKind:
             place.add_to(error)
             raise
         # A stage may take microbatches in any order.
-        outputs = [output for _, output in sorted(self._compute.outputs.items())]
+        outputs = tuple(output for _, output in sorted(self._compute.outputs.items()))
         self.forget()
         return outputs
 
@@ -551,9 +551,10 @@ class Steps:
                     sync.prepare(divisor=None if losses.is_weighted else divisor)
                     self._loose.begin()
                 begun = True
-                outputs = kind.run(given, terms, keeps_outputs=batch.keeps_outputs)
-                time_dim = batch.time_dim if isinstance(batch.time_dim, int) else 1
-                whole_outputs = joined(outputs, kind.program.schedule.chunks, time_dim)
+                outputs: Outputs = kind.run(given, terms, keeps_outputs=batch.keeps_outputs)
+                if outputs:
+                    time_dim = batch.time_dim if isinstance(batch.time_dim, int) else 1
+                    outputs = joined(outputs, kind.program.schedule.chunks, time_dim)
                 self._finish(kind, terms, divisor)
         except BaseException as error:
             # If all ranks refuse the step, none of them waits for a transfer or a collective of it.
@@ -566,7 +567,7 @@ class Steps:
             terms,
             forward_only=not training,
             times=() if kind.times is None else kind.times.numbers(),
-            outputs=whole_outputs,
+            outputs=outputs,
             # A result may be kept for longer than the Scheduler, and must not keep its
             # communicators and buffers. So it holds this object weakly.
             on_failure=partial(_drop_failed, weakref.ref(self), self._notice.step),

@@ -11,7 +11,7 @@ link keep the same record of what crossed it (`Sizes`):
 - A value that looks like the one before it on its link is sent alone. Before any other value goes
   a header (`edges`). So does the first one: see [Note: first step] in `steps`.
 - Between processors a receive takes messages of up to `capacity` bytes, and a message may be
-  shorter. The capacity grows when a step begins, to the largest message of the steps before.
+  shorter. The capacity grows when a step begins, to the largest value of the steps before.
   Instead of a larger message goes an empty one. The larger one follows, and its receive is posted
   behind the empty one.
 - The gradient of a value looks like the value. Its receiver made the value and needs no header.
@@ -89,11 +89,11 @@ class Receive:
 class Sizes:
     """What crosses a link between two ranks, as both of them know it; see [Note: shapes].
 
+    A message of a codec is shorter than the value, so no size depends on codecs.
+
     Attributes:
         spec: Of the value that crossed last. At first that of the first microbatch, if it is known.
-        coding: Makes the messages; None if values cross as they are.
-        back: Of the gradients, if these or the values are encoded.
-        largest: Bytes of the largest message so far.
+        largest: Bytes of the largest value so far.
         capacity: Bytes of the largest message that a posted receive takes.
         like: What the memory of the next receive looks like.
         unread: Of values: receives in the order of their posts, up to the first whose spec is not
@@ -101,8 +101,6 @@ class Sizes:
     """
 
     spec: Spec | None
-    coding: Coding | None = None
-    back: Sizes | None = None
     largest: int = 0
     capacity: int = 0
     like: Spec = field(init=False)
@@ -113,10 +111,6 @@ class Sizes:
         if self.spec is not None:
             self.record(self.spec)
         self.grow()
-
-    def on_wire(self, spec: Spec) -> Spec:
-        """Returns what the message of a value looks like."""
-        return spec if self.coding is None else self.coding.on_wire(spec)
 
     def check_size(self, spec: Spec) -> None:
         """Refuses a value before memory is made for it; both ends of a link have the same limit.
@@ -134,23 +128,11 @@ class Sizes:
                 f"larger one"
             )
 
-    def ask(self, spec: Spec) -> None:
-        """Asks the codecs of both directions about a value, so that `record` cannot fail.
-
-        Raises:
-            Exception: What a codec raises.
-        """
-        self.on_wire(spec)
-        if self.back is not None:
-            self.back.ask(spec)
-
     def record(self, spec: Spec) -> None:
         """Records what crosses the link; both of its ranks do so for every value, in one order."""
         self.spec = spec
-        self.largest = max(self.largest, self.on_wire(spec).nbytes)
+        self.largest = max(self.largest, spec.nbytes)
         self._fit()
-        if self.back is not None:
-            self.back.record(spec)
 
     def grow(self) -> None:
         """Lets receives take the largest messages so far. Called when a step begins."""
@@ -159,13 +141,11 @@ class Sizes:
         if self.capacity != self.largest:
             self.capacity = self.largest
             self._fit()
-        if self.back is not None:
-            self.back.grow()
 
     def _fit(self) -> None:
         self.like = Spec((self.capacity,), torch.uint8, differentiable=False)
-        if self.spec is not None and (wire := self.on_wire(self.spec)).nbytes == self.capacity:
-            self.like = wire
+        if self.spec is not None and self.spec.nbytes == self.capacity:
+            self.like = self.spec
 
 
 @dataclass(frozen=True)
@@ -178,7 +158,8 @@ class End:
         host: Where headers go.
         host_peer: The rank there.
         inbox: The headers of the edge, if the channel ends here.
-        sizes: The same for a value and its gradient, unless one of them is encoded.
+        sizes: The same for a value and its gradient.
+        coding: Makes the messages; None if they are as values and gradients are.
         is_value: Whether values cross it, and not gradients.
     """
 
@@ -188,7 +169,12 @@ class End:
     host_peer: int
     inbox: Inbox
     sizes: Sizes
+    coding: Coding | None
     is_value: bool
+
+    def on_wire(self, spec: Spec) -> Spec:
+        """Returns what the message of a value looks like."""
+        return spec if self.coding is None else self.coding.on_wire(spec)
 
 
 class PeerFailedError(StepError):
@@ -253,20 +239,16 @@ class Transfers:
         channel = link, kind, source, target = self._channels[number]
         other = target if sends else source
         if (link, other) not in self._sizes:
-            # The same codings in both directions: those of a hop.
-            spec = self._known.get(link)
-            forth = self._codings.of(source, target, "activations")
-            back = self._codings.of(source, target, "gradients")
-            apart = None if forth is None and back is None else Sizes(spec, back)
-            self._sizes[link, other] = Sizes(spec, forth, apart)
-        sizes, edges = self._sizes[link, other], self._edges
+            self._sizes[link, other] = Sizes(self._known.get(link))
+        edges, is_value = self._edges, kind == "F"
         serving = edges.to(other, channel) if sends else edges.of(other, channel)
         end = self._ends[number] = End(
             *serving,
             *edges.host(other, channel),
             edges.inbox(other, channel),
-            sizes if kind == "F" or sizes.back is None else sizes.back,
-            is_value=kind == "F",
+            self._sizes[link, other],
+            self._codings.of(source, target, "activations" if is_value else "gradients"),
+            is_value,
         )
         return end
 
@@ -339,11 +321,11 @@ class Transfers:
             if known is not None and not known.differentiable:
                 return None
             raise PeerFailedError("another rank failed before it made a value for this one")
-        message, wire = receive.memory, spec if sizes.coding is None else sizes.on_wire(spec)
+        message, wire = receive.memory, spec if end.coding is None else end.on_wire(spec)
         if wire != receive.like:
             message = self._shown(end, receive, wire)
         self.is_in_doubt = False
-        return message if wire is spec else self._decoded(sizes, message, spec)
+        return message if wire is spec else self._decoded(end, message, spec)
 
     def _read_header(self, inbox: Inbox) -> tuple[Key, Spec | None]:
         """Reads the next header of an edge. Leaves `is_in_doubt` set.
@@ -377,19 +359,18 @@ class Transfers:
         receive = sizes.unread.popleft()
         receive.spec = self._announced.get(receive.key, sizes.spec)
         if receive.key in self._announced and receive.spec is not None:
-            first = self._specs.setdefault(self._channels[channel].link, receive.spec)
-            receive.spec = receive.spec._replace(differentiable=first.differentiable)
+            self._specs.setdefault(self._channels[channel].link, receive.spec)
             sizes.check_size(receive.spec)
             sizes.record(receive.spec)
 
-    def _decoded(self, sizes: Sizes, message: torch.Tensor, spec: Spec) -> torch.Tensor:
+    def _decoded(self, end: End, message: torch.Tensor, spec: Spec) -> torch.Tensor:
         """Returns the value of an encoded message.
 
         Sync: on the current stream, which has waited for the message.
         """
-        assert sizes.coding is not None
+        assert end.coding is not None
         value = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-        sizes.coding.decode(message, value)
+        end.coding.decode(message, value)
         return value
 
     def _shown(self, end: End, receive: Receive, wire: Spec) -> torch.Tensor:
@@ -423,7 +404,7 @@ class Transfers:
         """
         end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
         key = channel, microbatch
-        if end.sizes.coding is not None:
+        if end.coding is not None:
             tensor = self._encoded(end, key, tensor, spec or Spec.of(tensor))
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
@@ -445,9 +426,9 @@ class Transfers:
 
     def _encoded(self, end: End, key: Key, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
         """Returns the message of a value or a gradient that has a codec."""
-        assert end.sizes.coding is not None
+        assert end.coding is not None
         position = self._channels[key[0]].link, key[1]
-        return end.sizes.coding.encoded(tensor, spec, position)
+        return end.coding.encoded(tensor, spec, position)
 
     def _head(self, end: End, key: Key, spec: Spec) -> torch.Tensor:
         """Returns the header of a value or a gradient, and records a value.
@@ -461,9 +442,6 @@ class Transfers:
         head = header(self._step, key, spec)
         if end.is_value:
             end.sizes.check_size(spec)
-            # A codec may fail here, and nothing has been recorded or sent yet. So the step fails,
-            # and the next one is right.
-            end.sizes.ask(spec)
             self.is_in_doubt = True
             end.sizes.record(spec)
         return head

@@ -56,14 +56,12 @@ class Wiring:
         links: Values that stages hand on.
         external: Names of the values that come from outside, in the order of their first use.
         taken: For each stage its inputs, in order: a number in `links`, or an external name.
-        made: For each stage its outputs, in order: a number in `links`. The last stage has none.
         losses: Names of the losses that stages make.
     """
 
     links: tuple[Link, ...]
     external: tuple[str, ...]
     taken: tuple[tuple[int | str, ...], ...]
-    made: tuple[tuple[int, ...], ...]
     losses: Names
 
 
@@ -319,10 +317,6 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]])
         links,
         external,
         tuple(tuple(s if isinstance(s, str) else number[s] for s in taken) for taken in sources),
-        tuple(
-            tuple(i for i, link in enumerate(links) if link.producer == stage)
-            for stage in range(num_stages)
-        ),
         tuple(dict.fromkeys(name for stage in range(num_stages) for name in ends[stage][2])),
     )
 
