@@ -79,6 +79,7 @@ class StepKind:
 
     Attributes:
         activity: What the report of a failure needs to know of it.
+        place: How far this rank is in it.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class StepKind:
         self.times = times
         # It may not hold this object, which holds it: the threads of a Scheduler that nobody holds
         # any more would wait for the garbage collector.
-        self._place = place = Place(program, topology)
+        self.place = place = Place(program, topology)
         self.activity = Activity(
             "", details=place.details, drawing=place.drawn, position=lambda: place.position
         )
@@ -147,15 +148,6 @@ class StepKind:
                 method = times.watched(item, method)
             self._calls.append((method, arguments))
 
-    def rewind(self, step: int) -> None:
-        """Goes back to the first item, for a step of a number.
-
-        Called before anything of a step can fail: `finish_transfers` then makes all transfers of
-        a step whose first item never ran.
-        """
-        self._place.position = 0
-        self.transfers.begin(step)
-
     def run(
         self, given: Given, terms: LossTerms, *, keeps_outputs: bool
     ) -> tuple[tuple[Tensor, ...], ...]:
@@ -173,7 +165,7 @@ class StepKind:
         # An interrupt may have come while the last step was cleared up. So tables are emptied when
         # a step begins, too.
         self.forget()
-        self._values.begin(given.inputs, given.targets)
+        self._values.external = given.inputs
         self._compute.begin(given.targets, terms, keeps_outputs=keeps_outputs)
         # FSDP2 must know before the first backward that it is not the last, or it would reduce
         # there.
@@ -181,7 +173,7 @@ class StepKind:
             self._sharded.begin(forward_only=self.program.forward_only)
         recorder = None if self.program.forward_only else self._tape.recorder
         calls: Sequence[_Call] = self._calls
-        place = self._place
+        place = self.place
         try:
             if recorder is not None or is_profiled():
                 calls = self._watched_calls(recorder)
@@ -207,7 +199,7 @@ class StepKind:
                 (record_function(f"pipegrad {self.program.action(item)}")(method), arguments)
                 if item.op is Op.COMPUTE
                 else (method, arguments)
-                for item, (method, arguments) in zip(self._place.items(), calls, strict=True)
+                for item, (method, arguments) in zip(self.place.items(), calls, strict=True)
             ]
         if recorder is not None:
             due, keep = recorder.items()
@@ -237,7 +229,7 @@ class StepKind:
         transfers.record_ended()
         # Transfers are made in the order of the program. It is proven that ranks which keep this
         # order never wait for each other in a circle.
-        for op, which, microbatch in islice(self._place.items(), self._place.position, None):
+        for op, which, microbatch in islice(self.place.items(), self.place.position, None):
             if op in methods:
                 # Each transfer is tried, whatever another one raises: the peer of each waits for
                 # that one.
@@ -534,7 +526,8 @@ class Steps:
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
         # A step that fails before its first item must make all of its transfers. So what counts a
         # step begins here, in front of all that may raise.
-        kind.rewind(self._notice.step)
+        kind.place.position = 0
+        kind.transfers.begin(self._notice.step)
         if training and (recorder := sync.tape.recorder) is not None:
             recorder.begin_step(self._notice.step, kind.program)
         if kind.times is not None:

@@ -101,16 +101,14 @@ class Sizes:
     """
 
     spec: Spec | None
-    largest: int = 0
-    capacity: int = 0
+    largest: int = field(init=False)
+    capacity: int = field(init=False)
     like: Spec = field(init=False)
     unread: deque[Receive] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
+        self.capacity = self.largest = 0 if self.spec is None else self.spec.nbytes
         self._fit()
-        if self.spec is not None:
-            self.record(self.spec)
-        self.grow()
 
     def check_size(self, spec: Spec) -> None:
         """Refuses a value before memory is made for it; both ends of a link have the same limit.
@@ -120,7 +118,7 @@ class Sizes:
         """
         if self.spec is None:
             return
-        most = max(_LARGE_BYTES, _MOST_GROWTH * max(self.largest, self.spec.nbytes))
+        most = max(_LARGE_BYTES, _MOST_GROWTH * self.largest)
         if spec.nbytes > most:
             raise StepError(
                 f"a value is {spec}, {spec.nbytes} bytes, and those before it had "

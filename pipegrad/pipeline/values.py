@@ -85,6 +85,9 @@ class Values:
         specs: What values look like in the first microbatch, by link. The first step of a kind
             adds those that this rank makes.
         outer: External values that need a gradient: a list that changes with each step.
+
+    Attributes:
+        external: External name -> its value for each microbatch, of the present step.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Values:
             stage: [i for i, source in enumerate(wiring.taken[stage]) if readers[source] > 1]
             for stage in stages
         }
-        self._external: Mapping[str, Sequence[object]] = {}
+        self.external: Mapping[str, Sequence[object]] = {}
         self._held: dict[Key, Held] = {}  # by link
         self._leaving: dict[int, tuple[Tensor, Spec]] = {}  # by link, the value made last
         self._newest: dict[int, Spec] = {}  # what it looks like; kept between steps
@@ -130,20 +133,9 @@ class Values:
         self._handed_on = defaultdict[int, list[tuple[Tensor, int]]](list)
         self._without_gradient: dict[int, list[nn.Parameter]] = {}  # by stage
 
-    def begin(
-        self, external: Mapping[str, Sequence[object]], targets: Sequence[object] | None
-    ) -> None:
-        """Takes what a step is given.
-
-        Args:
-            external: External name -> its value for each microbatch.
-            targets: For each microbatch; None where no loss is computed.
-        """
-        self._external = external if targets is None else {**external, "target": targets}
-
     def forget(self) -> None:
         """Lets go of everything of a step."""
-        self._external = {}
+        self.external = {}
         self._held.clear()
         self._leaving.clear()
         self._handed_on.clear()
@@ -176,7 +168,7 @@ class Values:
 
     def inputs_of(self, stage: int, microbatch: int) -> list[object]:
         """Returns the inputs of a stage, in order."""
-        external, held = self._external, self._held
+        external, held = self.external, self._held
         return [
             external[name][microbatch] if link is None else held[link, microbatch].tensor
             for link, name in self._inputs[stage]
@@ -186,7 +178,7 @@ class Values:
         """Returns those inputs of a stage that other stages or microbatches read too."""
         shared = set(self._read_elsewhere[stage])
         for number, (link, name) in enumerate(self._inputs[stage]):
-            values = self._external[name] if link is None else ()
+            values = self.external[name] if link is None else ()
             # Whole in all microbatches, or in all chunks of one.
             if len(values) > 1 and any(values[0] is other for other in (values[1], values[-1])):
                 shared.add(number)

@@ -176,11 +176,15 @@ class Schedule:
                 cells[self.ticks[action]] = action
         return tuple(map(tuple, grid))
 
-    def __str__(self) -> str:
+    def _rows(self) -> Sequence[Sequence[Action | None]]:
+        """Returns the grid; without ticks, as in an evaluation, the actions in order."""
         try:
-            return _as_text(self.grid)
-        except ScheduleError:  # without ticks there is no grid: show the actions in order
-            return _as_text(self.actions)
+            return self.grid
+        except ScheduleError:
+            return self.actions
+
+    def __str__(self) -> str:
+        return _as_text(self._rows())
 
     def marked(self, actions: Iterable[Action], columns: int | None = None) -> str:
         """Returns the actions of every rank, in order, with ``>1B0<`` around some of them.
@@ -193,11 +197,7 @@ class Schedule:
         marked = frozenset(actions)
         if columns is None:
             return _as_text(self.actions, marked)
-        grid: Sequence[Sequence[Action | None]]
-        try:
-            grid = self.grid
-        except ScheduleError:  # without backwards, as in an evaluation, there are no ticks
-            grid = self.actions
+        grid = self._rows()
         ticks = [t for cells in grid for t, action in enumerate(cells) if action in marked]
         begin = max(0, min(min(ticks, default=0) - 2, max(map(len, grid)) - columns))
         return _as_text([cells[begin : begin + columns] for cells in grid], marked)
