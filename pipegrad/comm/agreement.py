@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pipegrad.comm import plain
 from pipegrad.comm.activity import Activity
-from pipegrad.comm.store import SignedStore
+from pipegrad.comm.store import store
 from pipegrad.errors import (
     AgreementError,
     MessageError,
@@ -420,10 +420,3 @@ def keep_timeout(group: dist.ProcessGroup, device: torch.device) -> None:
     timeout = collective_timeout(device)
     if timeout is not None:
         group._get_backend(device)._set_default_timeout(timeout)
-
-
-def store() -> SignedStore:
-    """Returns the key-value store of the default process group."""
-    world = dist.group.WORLD
-    assert world is not None
-    return SignedStore(world.get_group_store())

@@ -46,7 +46,8 @@ from typing import Literal
 import torch.distributed as dist
 
 from pipegrad.comm.activity import Drawing, Record, has_lost_connection
-from pipegrad.comm.agreement import STORE_IS_GONE, store
+from pipegrad.comm.agreement import STORE_IS_GONE
+from pipegrad.comm.store import store
 from pipegrad.errors import (
     DriftError,
     PipegradError,

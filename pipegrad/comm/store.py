@@ -162,6 +162,13 @@ class SignedStore:
 
 
 @cache
+def store() -> SignedStore:
+    """Returns the key-value store of the default process group."""
+    world = dist.group.WORLD
+    assert world is not None
+    return SignedStore(world.get_group_store())
+
+
 def _keyed(key: str) -> blake2b | None:
     """Returns the hash of nothing with a key; None without one."""
     content = key.encode("utf-8", "surrogateescape")

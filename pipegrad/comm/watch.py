@@ -42,10 +42,10 @@ from pipegrad.comm.activity import (
     Record,
     has_lost_connection,
 )
-from pipegrad.comm.agreement import STORE_IS_GONE, store
+from pipegrad.comm.agreement import STORE_IS_GONE
 from pipegrad.comm.ending import cut_all
 from pipegrad.comm.failures import ENDED, FailureReport, make_report
-from pipegrad.comm.store import SignedStore
+from pipegrad.comm.store import SignedStore, store
 from pipegrad.comm.waits import let_block, look_with
 from pipegrad.errors import AgreementError, MessageError, StallError, following
 

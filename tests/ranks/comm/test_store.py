@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public
 
-from pipegrad.comm.agreement import agree, store
+from pipegrad.comm.agreement import agree
 from pipegrad.comm.failures import FailureNotice
-from pipegrad.comm.store import STORE_KEY, SignedStore
+from pipegrad.comm.store import STORE_KEY, SignedStore, store
 from pipegrad.comm.watch import Neighbours, Watch
 from pipegrad.errors import MessageError
 from tests.support.gradients.cases import outcome, rank

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipegrad import Scheduler
 from pipegrad.comm import activity
 from pipegrad.comm.activity import Activity, Details, activities, failed_at, give_back
-from pipegrad.comm.agreement import store
+from pipegrad.comm.store import store
 from pipegrad.comm.watch import State, Watch, watch
 from pipegrad.errors import AgreementError, StallError, StepError
 from tests.support.gradients.cases import rank, scheduled

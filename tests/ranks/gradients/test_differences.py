@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pipegrad import GradientSync
 from pipegrad.comm import agreement
 from pipegrad.comm.agreement import agree
+from pipegrad.comm.store import store as the_store
 from pipegrad.errors import PipegradError
 from tests.support.gradients.cases import rank, replicated, stage
 from tests.support.ranked import gathered
@@ -99,7 +100,7 @@ def play(script: Script, deadlocks: Deadlocks) -> str:
 
 @pytest.mark.ranks(3)
 def test_verbs_in_another_order_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, store, failed = random.Random(0), agreement.store(), 0
+    draw, store, failed = random.Random(0), the_store(), 0
     for number in range(40):
         example = scripts(draw)
         deadlocks = Deadlocks(store, f"waits {number}")

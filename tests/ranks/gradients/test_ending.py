@@ -24,6 +24,7 @@ from pipegrad.comm import agreement, ending, failures
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.ending import Ending, cut
 from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.store import store as the_store
 from tests.support.gradients.cases import give, grads, outcome, rank, stage, step, tied
 
 WAYS: tuple[dict[str, Any], ...] = ({}, {"exchange": "asymmetric"}, {"placement": "owner"})
@@ -91,7 +92,7 @@ def test_what_is_closed_or_dropped_leaves_nothing(close: Callable[[GradientSync]
 def test_what_still_leaves_a_dropped_sync_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     # Rank 0 drops its sync behind `finish`, before rank 1 has taken what rank 0 sent. Its groups
     # were destroyed at once: now and then rank 1 lost its connection in `finish`.
-    store, wait = agreement.store(), Ending._wait
+    store, wait = the_store(), Ending._wait
 
     def wait_and_say_so(self: Ending, timeout_seconds: float) -> bool:
         store.set("rank 0 drops its sync", "")
@@ -213,7 +214,7 @@ def test_groups_bucketers_and_agreements_leave_nothing() -> None:
         for _ in range(20):
             agree("something", lambda: "the same")
         dist.barrier()
-        counts.append(agreement.store().raw.num_keys())
+        counts.append(the_store().raw.num_keys())
         dist.barrier()
     assert counts == [counts[0]] * 3
     # Groups have the timeout of the default one.

@@ -28,9 +28,9 @@ from pipegrad import (
     make_plan,
 )
 from pipegrad.comm import collectives
-from pipegrad.comm.agreement import store
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
+from pipegrad.comm.store import store
 from pipegrad.errors import PlanError
 from pipegrad.gradients import tie_exchange
 from pipegrad.gradients.tie_exchange import Rows, rows_of

@@ -23,9 +23,10 @@ from pipegrad import (
     Topology,
     Work,
 )
-from pipegrad.comm.agreement import agree, store
+from pipegrad.comm.agreement import agree
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.comm.process_groups import Groups
+from pipegrad.comm.store import store
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import (
     DATA,

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from pipegrad import Topology, Work
 from pipegrad.comm import sync_points
-from pipegrad.comm.agreement import agree_keeping, store
+from pipegrad.comm.agreement import agree_keeping
+from pipegrad.comm.store import store
 from pipegrad.observe.links import measure_hops
 from pipegrad.pipeline.programs import StepTimes
 from pipegrad.schedules import Schedule, registry

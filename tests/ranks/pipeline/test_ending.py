@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from pipegrad import GradientSync, Scheduler, Stage, Topology, attach
-from pipegrad.comm.agreement import slow_seconds, store
+from pipegrad.comm.agreement import slow_seconds
+from pipegrad.comm.store import store
 from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import outcome, rank
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Topology
-from pipegrad.comm.agreement import store
+from pipegrad.comm.store import store
 from tests.support.gradients.cases import DATA, outcome, rank
 from tests.support.pipeline.layers import blamed
 from tests.support.pipeline.scales import (
