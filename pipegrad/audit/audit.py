@@ -10,13 +10,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,15 +23,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pipegrad.audit import dropout
 from pipegrad.audit.causes import NOT_KNOWN, STALE
 from pipegrad.audit.checks import Names, Reply, check_ranks, checked, copied, match
+from pipegrad.audit.dropout import Without
 from pipegrad.audit.judge import Judge, Verdict
 from pipegrad.audit.report import Finding, Gradient, Report, Variant, merged
 from pipegrad.audit.seen import PATIENCE_SECONDS, Gradients, Placed, Seen, watched
 from pipegrad.audit.states import Stepper
 from pipegrad.audit.truth import Batch, Data, LossFn, leaves_cut
-from pipegrad.audit.variants import Measured, compared
+from pipegrad.audit.variants import compared
 from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import AgreementError, PipegradError, PlanError, in_words
 from pipegrad.plugins.written import written
@@ -65,7 +64,7 @@ class Audit:
             replica: gradients to zero, microbatches, reductions, clipping, optimizer. It may return
             the loss, a list of losses of microbatches, a tuple whose first value is one of these,
             or ``{"loss": ..., "grad_norm": ...}``. It is called once for each batch, and after a
-            right audit twice with the last one.
+            right audit once more with the last one.
         modules: What this rank holds: the modules of its stages. DistributedDataParallel, FSDP2,
             compiled modules and DTensors are known.
         model: The uncut model, on every rank, with the same names or the same values.
@@ -137,32 +136,41 @@ class Audit:
         """
         if not dist.is_initialized():
             raise PlanError(_NO_GROUP)
-        run = _Run(self, steps, tolerance)
-        report = run.report()
-        return _varied(self, run, report, steps, tolerance) if self.variants else report
+        begin = time.monotonic()
+        run = _Run(self, steps, tolerance, WeakKeyDictionary())
+        usual = report = run.report()
+        for name, change in self.variants.items():
+            variant, findings, notes = run.beside(name, change, usual)
+            report = replace(
+                report,
+                findings=report.findings + findings,
+                notes=report.notes + notes,
+                variants=(*report.variants, variant),
+            )
+        return replace(report, seconds=time.monotonic() - begin)
 
     def __post_init__(self) -> None:
         modules = self.modules
         if not isinstance(modules, nn.Module):  # an iterator could be read once only
             modules = tuple(modules.values() if isinstance(modules, Mapping) else modules or ())
             object.__setattr__(self, "modules", modules)
-        held = self.held
-        kinds: dict[str, tuple[object, str, bool]] = {
-            "step": (self.step, "a function", callable(self.step)),
-            "loss_fn": (self.loss_fn, "a function", callable(self.loss_fn)),
-            "model": (self.model, "a module", isinstance(self.model, nn.Module)),
-            "modules": (held, "modules", all(isinstance(m, nn.Module) for m in held)),
-            "microbatches": (self.microbatches, "int", isinstance(self.microbatches, int)),
-            "optimizer": (self.optimizer, _MAKER, callable(self.optimizer or _Run)),
-            "variants": (self.variants, _TABLE, isinstance(self.variants, Mapping)),
-        }
-        variants: Any = self.variants if kinds["variants"][2] else {}
+        has_maker = self.optimizer is None or callable(self.optimizer)
+        kinds: list[tuple[str, object, str, bool]] = [
+            ("step", self.step, "a function", callable(self.step)),
+            ("loss_fn", self.loss_fn, "a function", callable(self.loss_fn)),
+            ("model", self.model, "a module", isinstance(self.model, nn.Module)),
+            ("modules", modules, "modules", all(isinstance(m, nn.Module) for m in self.held)),
+            ("microbatches", self.microbatches, "int", isinstance(self.microbatches, int)),
+            ("optimizer", self.optimizer, _MAKER, has_maker),
+            ("variants", self.variants, _TABLE, isinstance(self.variants, Mapping)),
+        ]
+        variants: Any = self.variants if isinstance(self.variants, Mapping) else {}
         for name, change in variants.items():
             is_right = isinstance(name, str) and callable(change)
-            kinds[f"the variant {name!r}"] = change, _VARIANT, is_right
+            kinds.append((f"the variant {name!r}", change, _VARIANT, is_right))
         wrong = [
             f"{name} is {type(value).__name__}, expected {expected}"
-            for name, (value, expected, is_right) in kinds.items()
+            for name, value, expected, is_right in kinds
             if not is_right
         ]
         if wrong:
@@ -182,9 +190,11 @@ class NotComparedError(AgreementError):
 class _Run:
     """One run of an audit.
 
-    Attributes:
-        optimizers: That have stepped in it, and in audits before.
-        drops: Probabilities of dropout in one process, and in the pipeline.
+    Args:
+        audit: The audit.
+        steps: How many; None for one for each batch.
+        tolerance: Of a gradient; None to derive it.
+        owners: Optimizers that have stepped -> in which run.
     """
 
     def __init__(
@@ -192,17 +202,16 @@ class _Run:
         audit: Audit,
         steps: int | None,
         tolerance: float | None,
-        earlier: Iterable[Optimizer] = (),
+        owners: WeakKeyDictionary[Optimizer, _Run],
     ) -> None:
-        self._audit = audit
-        self._earlier, self.optimizers = WeakSet(earlier), WeakSet(earlier)
+        self._audit, self._owners, self._options = audit, owners, (steps, tolerance)
         self._last: Seen
 
         def prepare() -> tuple[tuple[list[Batch], Names, nn.Module], Reply]:
             batches = checked(audit, steps, tolerance)
             names = match(audit.held, audit.model, audit.names)
             sizes = len(batches), audit.microbatches, audit.num_replicas, audit.replica
-            reply = list(names.parameters), written(batches), sizes
+            reply = list(names.parameters), written(batches), sizes, list(audit.variants)
             return (batches, names, copied(audit.model)), reply
 
         (self._batches, self._names, self._model), every = agree_keeping(
@@ -212,34 +221,15 @@ class _Run:
         self._judge = Judge(
             self._model, audit.clip_norm, tolerance, audit.autocast, audit.optimizer
         )
-        modules = [part for module in audit.held for part in module.modules()]
-        self._dropout, self._dropout_of_one = dropout.Without(modules), dropout.Without()
-        self._first = self._saved() if audit.variants else []
+        self._without = Without(part for own in audit.held for part in own.modules())
+        self._first = self._saved()
 
     def report(self) -> Report:
         """Runs all steps, and a right one again; returns what was found."""
-        begin = time.monotonic()
-        findings, steps, gradients = self.compared()
-        if not findings:
-            findings += self._repeated(self._batches[-1])
-        recurrent = agree("recurrent modules", lambda: bool(self._dropout.of_recurrent))
-
-        def made() -> tuple[tuple[Finding, ...], tuple[str, ...], tuple[Gradient, ...]]:
-            notes = [*self._notes, *self._judge.notes.values()]
-            if self.drops[1] or any(recurrent):
-                notes.append("dropout was 0 while numbers were compared")
-            return merged(findings), tuple(notes), tuple(gradients)
-
-        found, notes, worst = _on_rank_0("the report", made)
-        seconds = time.monotonic() - begin
-        return Report(found, notes, worst, steps, dist.get_world_size(), seconds)
-
-    def compared(self) -> tuple[list[Finding], int, list[Gradient]]:
-        """Runs all steps; returns what was found, how many were run, and the last gradients."""
-        modes, steps, gradients = self._modes(), 0, list[Gradient]()
-        findings = list(modes)
+        begin, number, saved = time.monotonic(), 0, self._first
+        findings, gradients = list[Finding](), list[Gradient]()
         for number, batch in enumerate(self._batches, 1):
-            saved, steps = self._saved(), number
+            saved = self._saved()
             new, gradients = self._judged(batch, number)
             findings += new
             if new:
@@ -248,66 +238,57 @@ class _Run:
                 self._restore(saved)
             if any(finding.cause == NOT_KNOWN.words for finding in new):
                 break  # the causes of later steps would say nothing
-        every = agree("dropout", lambda: (self._dropout_of_one.dropped, self._dropout.dropped))
-        one, pipeline = self.drops = every[0][0], set[float]().union(*(own for _, own in every))
-        if one != pipeline and not modes:
-            findings.append(
-                Finding(
-                    f"the pipeline drops {_listed(pipeline)}, and one process {_listed(one)}",
-                    "give both the same probabilities of dropout, and the same mode",
-                )
-            )
-        return findings, steps, gradients
+        if not findings:
+            findings = self._repeated(self._batches[-1], saved)
 
-    @property
-    def notes(self) -> Mapping[str, str]:
-        """What was not compared, by kind, and why, on rank 0."""
-        return self._judge.notes
+        def made() -> tuple[tuple[Finding, ...], tuple[str, ...], tuple[Gradient, ...]]:
+            notes = (*self._notes, *self._judge.notes.values())
+            return merged(findings), notes, tuple(gradients)
 
-    def measured(self) -> Measured:
-        """Returns what both sides had, on rank 0."""
-        return Measured(self._judge.gradients, self._judge.updates, self.drops)
+        found, notes, worst = _on_rank_0("the report", made)
+        seconds = time.monotonic() - begin
+        return Report(found, notes, worst, number, dist.get_world_size(), seconds)
 
-    def begin_again(self) -> None:
-        """Gives parameters the values with which the audit began."""
+    def beside(
+        self, name: str, change: Callable[[], Audit], usual: Report
+    ) -> tuple[Variant, tuple[Finding, ...], tuple[str, ...]]:
+        """Runs the audit of a variant; returns what it changes, what is wrong with it, and notes.
+
+        Raises:
+            PlanError: If a step fails.
+        """
         self._restore(self._first)
-
-    def _modes(self) -> list[Finding]:
-        """Returns modules that drop out, or normalise, otherwise than in the uncut model."""
-        there = dropout.modes(dict(self._model.named_modules(remove_duplicate=False)))
-        for module in self._model.modules():
-            if isinstance(module, nn.RNNBase):
-                module.dropout = 0.0
-        own = dropout.modes(self._names.modules)
-        # What runs next depends on this, so all ranks look at the uncut model of rank 0.
-        every = agree("modes of modules", lambda: (own, there), timeout_seconds=PATIENCE_SECONDS)
-        _, first = every[0]
-        return [
-            Finding(
-                f"the module {mode}, and in the uncut model it {first[name]}",
-                "give both the same mode and probability",
-                (name,),
-                (rank,),
-            )
-            for rank, (modes, _) in enumerate(every)
-            for name, mode in modes.items()
-            if name in first and first[name] != mode
-        ]
+        other, refusal = _made(name, change)
+        if other is None:
+            return Variant(name, f"refused: {refusal}"), (), ()
+        run: _Run | None = None
+        try:
+            run = _Run(other, *self._options, self._owners)
+            report = run.report()
+        except Exception as error:
+            known: Any = (PlanError, AgreementError) if run is None else NotComparedError
+            if not isinstance(error, known):
+                words = f"the variant {name!r} fails in a step: {in_words(error)}"
+                raise PlanError(words) from error
+            words = f"{name}: it cannot be compared with one process: {error}"
+            finding = Finding(words, "look at what the pipeline makes of it")
+            return Variant(name, "not compared"), (finding,), ()
+        sides = (usual, self._judge.sizes), (report, run._judge.sizes)
+        variant, findings = _on_rank_0("a variant", lambda: compared(name, *sides))
+        new = tuple(f"{name}: {note}" for note in report.notes if note not in usual.notes)
+        return variant, findings, new
 
     def _judged(self, batch: Batch, number: int) -> Verdict:
         """Runs a step on all ranks; returns what rank 0 finds in it, on all ranks."""
-        audit = self._audit
-        with self._dropout.running():
-            self._last = self._seen(batch)
+        audit, self._last = self._audit, self._seen(batch)
         every = [self._last] * dist.get_world_size()
         dist.gather_object(self._last, None if dist.get_rank() else every, dst=0)
 
         def compare() -> Verdict:
             shares = leaves_cut(batch, audit.num_replicas)
             cut = [leaves_cut(share, audit.microbatches) for share in shares]
-            with self._dropout_of_one.running():
-                data = Data(audit.loss_fn, cut, batch, audit.by_microbatch)
-                return self._judge.judge(every, data, number)
+            data = Data(audit.loss_fn, cut, batch, audit.by_microbatch)
+            return self._judge.judge(every, data, number)
 
         try:
             return _on_rank_0("compare with one process", compare)
@@ -322,29 +303,31 @@ class _Run:
         share = leaves_cut(batch, audit.num_replicas)[audit.replica]
 
         def note(optimizer: Optimizer, *_: object) -> None:
-            if optimizer in self._earlier:
+            if self._owners.setdefault(optimizer, self) is not self:
                 raise PlanError(_USED)
-            self.optimizers.add(optimizer)
 
         with register_optimizer_step_pre_hook(note):
-            return watched(lambda: audit.step(*share), self._names, audit.replica, audit.gradients)
+            return watched(
+                lambda: audit.step(*share),
+                self._names,
+                audit.replica,
+                audit.gradients,
+                self._without,
+            )
 
-    def _repeated(self, batch: Batch) -> list[Finding]:
-        """Runs a right step again from one state; returns what differs."""
-        values, runs = self._saved(), list[Seen]()
-        for _ in range(2):
-            self._restore(values)
-            with torch.random.fork_rng(), self._dropout.running():
-                runs.append(self._seen(batch))
-        differing = agree("repeat a step", lambda: _differing(*runs))
+    def _repeated(self, batch: Batch, saved: Sequence[Tensor]) -> list[Finding]:
+        """Runs a right step again from its state; returns what differs."""
+        self._restore(saved)
+        again = self._seen(batch)
+        differing = agree("repeat a step", lambda: _differing(self._last, again))
         if not any(differing):
             return []
-        if all(agree("stale", lambda: _is_stale(self._last, *runs))):
+        if all(agree("stale", lambda: _is_doubled(self._last, again))):
             return [Finding(*STALE, ranks=tuple(range(dist.get_world_size())))]
         return [
             Finding(
-                "the step is not deterministic: twice from the same values, batch and random "
-                "state, it makes different gradients",
+                "the step is not deterministic: twice from the same values and batch, it makes "
+                "different gradients",
                 "call torch.use_deterministic_algorithms(True), and reduce in a fixed order",
                 tuple(dict.fromkeys(name for names in differing for name in names)),
                 tuple(rank for rank, names in enumerate(differing) if names),
@@ -358,7 +341,9 @@ class _Run:
         with torch.no_grad():
             for tensor, value in zip(self._tensors(), saved, strict=True):
                 tensor.copy_(value)
-        Placed(self._names.parameters).restored()
+        for sync in Placed(self._names.parameters).syncs:
+            if sync.agreed.needs_parameter_sync:
+                sync.synchronize_parameters()
 
     def _tensors(self) -> list[Tensor]:
         return [*self._names.parameters.values(), *self._names.buffers.values()]
@@ -371,79 +356,6 @@ def _on_rank_0(what: str, function: Callable[[], T]) -> T:
         return None if dist.get_rank() else function()
 
     return cast("T", agree(what, run, timeout_seconds=PATIENCE_SECONDS)[0])
-
-
-def _varied(
-    audit: Audit, run: _Run, report: Report, steps: int | None, tolerance: float | None
-) -> Report:
-    """Returns the report of an audit that has run, with its variants."""
-    names = agree("the variants", lambda: list(audit.variants))
-    if any(own != names[0] for own in names):
-        raise PlanError(f"ranks have different variants: {names}; give all ranks the same")
-    begin, optimizers = time.monotonic(), run.optimizers
-    found, variants, notes = list(report.findings), list[Variant](), list(report.notes)
-    for name, change in audit.variants.items():
-        run.begin_again()
-        other, refusal = _made(name, change)
-        if other is None:
-            variants.append(Variant(name, f"refused: {refusal}"))
-            continue
-        try:
-            with_option, findings = _ran(name, other, steps, tolerance, optimizers)
-        except NotComparedError as error:
-            words = f"it cannot be compared with one process: {error}"
-            variants.append(Variant(name, "not compared"))
-            found.append(Finding(f"{name}: {words}", "look at what the pipeline makes of it"))
-            continue
-        optimizers = with_option.optimizers
-        both = report.findings, merged(findings)
-        compare = functools.partial(_compared, name, run, with_option, both)
-        variant, new, more = _on_rank_0("a variant", compare)
-        variants.append(variant)
-        found += new
-        notes += more
-    seconds = report.seconds + time.monotonic() - begin
-    return replace(
-        report,
-        findings=tuple(found),
-        notes=tuple(notes),
-        variants=tuple(variants),
-        seconds=seconds,
-    )
-
-
-def _compared(
-    name: str, usual: _Run, changed: _Run, findings: tuple[Sequence[Finding], Sequence[Finding]]
-) -> tuple[Variant, tuple[Finding, ...], list[str]]:
-    """Returns a variant, what is wrong with it, and notes that it alone has."""
-    variant, new = compared(name, usual.measured(), changed.measured(), findings)
-    more = [note for key, note in changed.notes.items() if key not in usual.notes]
-    return variant, merged(new), [f"{name}: {note}" for note in more]
-
-
-def _ran(
-    name: str,
-    audit: Audit,
-    steps: int | None,
-    tolerance: float | None,
-    earlier: Iterable[Optimizer],
-) -> tuple[_Run, list[Finding]]:
-    """Runs the steps of a variant; returns what was found, too.
-
-    Raises:
-        NotComparedError: If one process cannot be compared with it. All ranks raise it.
-        PlanError: If a step fails.
-    """
-    try:
-        run = _Run(audit, steps, tolerance, earlier)
-    except (PlanError, AgreementError) as error:  # the same on all ranks
-        raise NotComparedError(str(error)) from error
-    try:
-        return run, run.compared()[0]
-    except NotComparedError:
-        raise
-    except Exception as error:
-        raise PlanError(f"the variant {name!r} fails in a step: {in_words(error)}") from error
 
 
 def _made(name: str, change: Callable[[], Audit]) -> tuple[Audit | None, str]:
@@ -477,33 +389,29 @@ def _made(name: str, change: Callable[[], Audit]) -> tuple[Audit | None, str]:
 _REFUSALS = PipegradError, ValueError, NotImplementedError, AssertionError, ImportError
 
 
-def _listed(probabilities: set[float]) -> str:
-    return ", ".join(f"{p:g}" for p in sorted(probabilities)) or "nothing"
-
-
-def _is_stale(before: Seen, first: Seen, second: Seen) -> bool:
-    """Returns whether gradients have grown twice by the same."""
-    every = (seen.gradients.items() for seen in (before, first, second))
-    grown = [[g for _, g in own if g is not None] for own in every]
-    return len({*map(len, grown)}) == 1 and all(
-        float((c - 2 * b + a).norm()) <= 1e-3 * float(a.norm())
-        for a, b, c in zip(*grown, strict=True)
+def _is_doubled(first: Seen, again: Seen) -> bool:
+    """Returns whether gradients are twice what they were."""
+    pairs = [(g, again.gradients[name]) for name, g in first.gradients.items() if g is not None]
+    return all(
+        other is not None and float((other - 2 * g).norm()) <= 1e-3 * float(g.norm())
+        for g, other in pairs
     )
 
 
-def _differing(first: Seen, second: Seen) -> list[str]:
+def _differing(first: Seen, again: Seen) -> list[str]:
     """Returns names of gradients that differ by more than rounding explains."""
-    norms = {n: 0.0 if g is None else float(g.double().norm()) for n, g in first.gradients.items()}
+    zero = torch.zeros(())
+    pairs = {n: (zero if g is None else g, again.gradients[n]) for n, g in first.gradients.items()}
+    norms = {name: float(gradient.double().norm()) for name, (gradient, _) in pairs.items()}
     # A gradient that is zero but for rounding may differ by as much as it is.
     least = 1e-3 * math.hypot(*norms.values())
-    result = []
-    for name, gradient in first.gradients.items():
-        other = second.gradients[name]
-        if gradient is None or other is None:
-            is_same = gradient is other
-        else:
-            allowed = _ROUNDING * torch.finfo(gradient.dtype).eps * max(norms[name], least)
-            is_same = float((other.double() - gradient.double()).norm()) <= allowed
-        if not is_same:
-            result.append(name)
-    return result
+    allowed = {
+        n: _ROUNDING * torch.finfo(g.dtype).eps * max(norms[n], least)
+        for n, (g, _) in pairs.items()
+    }
+    return [
+        name
+        for name, (gradient, other) in pairs.items()
+        if not float(((zero if other is None else other).double() - gradient.double()).norm())
+        <= allowed[name]
+    ]

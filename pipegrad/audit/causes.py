@@ -29,11 +29,8 @@ class Cause(NamedTuple):
     advice: str = ""
 
 
-class Said(NamedTuple):
-    """A cause in one explanation, and whether a known defect makes it."""
-
-    cause: Cause
-    is_known: bool = True
+class Odd(Cause):
+    """A cause with a number that no known defect makes."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,8 @@ class Place:
         targets: Number of targets of each replica and microbatch.
         terms: Paths of the outputs that the loss depends on.
         num_uses: Number of all uses of the parameter.
-        use: Name of the only use of which something is said; "" for all.
         usual: The factor by which parameters of this rank that are not tied are too large.
+        others: Hypotheses that explain other parameters of the rank.
         is_apart: True if the parameter has the data of the own replica alone on all ranks.
         is_coupled: True if no parts of microbatches make the gradient of the batch.
         after: Factor by which the rank multiplies gradients after it has clipped them.
@@ -67,8 +64,8 @@ class Place:
     targets: Sequence[int] = ()
     terms: Sequence[str] = ("",)
     num_uses: int = 1
-    use: str = ""
-    usual: float | None = None
+    usual: float = 1.0
+    others: frozenset[Hypothesis] = frozenset()
     is_apart: bool = True
     is_coupled: bool = False
     after: float = 1.0
@@ -78,7 +75,7 @@ STALE = Cause(
     "the gradient is stale: that of the step before is in it",
     "call optimizer.zero_grad() before each step",
 )
-NOT_KNOWN = Cause(
+NOT_KNOWN = Odd(
     "no known cause: the gradient is not that of one process, and no known defect makes it",
     "look for what differs from the uncut model: dropout, buffers, weights, random numbers, the "
     "order of layers, activations and gradients that arrive changed or rounded, losses that are "
@@ -102,6 +99,7 @@ _MISSING = Cause(
     "the gradient is missing: it is zero or None",
     "look for a stage without a backward, a detached activation, or a reduction that skips it",
 )
+_ONCE, _SUM = "reduce it over these ranks once", "sum it over these ranks, and do not divide"
 _LOOK = (
     "look for what scales it; if the step clips by its own code, give clip_norm, or call "
     "pipegrad.audit.before_clipping()"
@@ -109,47 +107,45 @@ _LOOK = (
 
 
 class Explanation(NamedTuple):
-    """Why a gradient is wrong: the hypothesis that says so, and whether that explains all of it."""
+    """Why a gradient is wrong: the hypothesis that says so, and the use of a tie that it is of."""
 
-    causes: list[Cause]
+    causes: Sequence[Cause]
     fit: Fit | None = None
-    is_known: bool = False
+    use: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        """False if it has a number that no known defect makes."""
+        return not any(isinstance(cause, Odd) for cause in self.causes)
+
+    def complexity(self) -> tuple[bool, int]:
+        """Orders explanations: what is known, and then what says the fewest things, is simplest."""
+        return not self.is_known, len(self.causes)
 
 
-def explained(fitting: Sequence[tuple[Fit, Place]], tolerance: float) -> Explanation:
-    """Returns the simplest explanation of a wrong gradient."""
+def explained(fitting: Sequence[tuple[Fit, Place, str]], tolerance: float) -> Explanation:
+    """Returns the simplest explanation of a wrong gradient, of fits with places and uses."""
     close, exact = _CLOSE + 2 * tolerance, max(_EXACT, 2 * tolerance)
-    every = [
-        (said, fit, place.use)
-        for fit, place in fitting
-        for said in _readings(fit, place, close, exact)
-        # Any hypothesis makes few elements, so by chance one has a known scale.
-        if said and (fit.is_sure or (_is_known(said) and not fit.hypothesis.num_defects))
-    ]
-    if not every:
-        return Explanation([NOT_KNOWN])
-    said, fit, use = min(every, key=lambda one: (not _is_known(one[0]), len(one[0])))
-    causes = [one.cause for one in said]
-    if use:
-        words, advice = causes[0]
-        causes[0] = Cause(f"in the use {use} of the tied parameter: {words}", advice)
-    return Explanation(causes, fit, _is_known(said))
+    every = list[Explanation]()
+    for fit, place, use in fitting:
+        for causes in _readings(fit, place, close, exact):
+            one = Explanation(causes, fit, use)
+            # Any hypothesis makes few elements, so by chance one has a known scale.
+            is_usual = not fit.hypothesis.num_defects or fit.hypothesis in place.others
+            if causes and (fit.is_sure or (one.is_known and is_usual)):
+                every.append(one)
+    return min(every, key=Explanation.complexity, default=Explanation([NOT_KNOWN]))
 
 
-def _is_known(said: Sequence[Said]) -> bool:
-    return all(one.is_known for one in said)
-
-
-def _readings(fit: Fit, place: Place, close: float, exact: float) -> Iterator[list[Said]]:
+def _readings(fit: Fit, place: Place, close: float, exact: float) -> Iterator[list[Cause]]:
     """Yields the ways to say what a hypothesis and its scales are."""
-    about = [Said(cause) for cause in _of_hypothesis(fit.hypothesis, place)]
+    about = list(_of_hypothesis(fit.hypothesis, place))
     if not fit.hypothesis.by_term:
         [scale] = fit.scales
-        said = [*about, *_of_scale(scale, fit.share, place, exact)]
         words = (
             f"the gradient is off by more than rounding explains: it has {scale:.6g} of its size"
         )
-        yield said or [Said(Cause(words), is_known=False)]
+        yield [*about, *_of_scale(scale, fit.share, place, exact)] or [Odd(words)]
         return
     for scale in fit.scales:
         if abs(scale) > _NONE:  # any term may be the right one
@@ -227,88 +223,73 @@ def _of_view(one: Hypothesis, place: Place) -> Iterator[Cause]:
         )
 
 
-def _of_terms(factors: Sequence[float], place: Place, close: float) -> Iterator[Said]:
+def _of_terms(factors: Sequence[float], place: Place, close: float) -> Iterator[Cause]:
     for path, factor in zip(place.terms, factors, strict=True):
         part = f"the part of the loss that comes from output{path}"
         if abs(factor) < _NONE + close * close:
-            yield Said(
-                Cause(f"{part} is not in the gradient", "let its gradient flow to all stages")
-            )
+            yield Cause(f"{part} is not in the gradient", "let its gradient flow to all stages")
         elif not (math.isnan(factor) or _is(factor, 1.0, close)):
             counted = _counted(factor, place.counts, close)
-            words = f"is {counted}" if counted else f"is multiplied by {factor:.4g}"
-            advice = "scale each part of the loss once"
-            yield Said(Cause(f"{part} {words}", advice), is_known=bool(counted))
+            words = f"{part} is {counted or f'multiplied by {factor:.4g}'}"
+            yield (Cause if counted else Odd)(words, "scale each part of the loss once")
 
 
-def _of_scale(scale: float, share: float, place: Place, close: float) -> list[Said]:
+def _of_scale(scale: float, share: float, place: Place, close: float) -> list[Cause]:
     """Returns the causes of a factor that all parts have."""
     if abs(scale) < _NONE:
-        return [Said(_MISSING)]
+        return [_MISSING]
     # What is not added up may have its own mean: its weight is as much larger.
-    if _is(scale, 1.0, close) or _is(scale * share, 1.0, close):
+    factors = dict.fromkeys([scale, scale * share])
+    if any(_is(factor, 1.0, close) for factor in factors):
         return []
-    ways = [_of_factor(x, scale, place, close) for x in dict.fromkeys([scale, scale * share])]
-    return min(ways, key=lambda said: (not _is_known(said), len(said)))
+    for factor in factors:
+        if place.after != 1 and _is(factor * place.after, 1.0, _CLOSE):
+            return [Cause(LATE.words.format(scale=factor), LATE.advice)]
+    ways = list[Explanation]()
+    for factor in factors:
+        # A parameter of its own scale is reduced otherwise than those beside it.
+        alone = _of_reductions(scale / place.usual, place, close)
+        of_rank = factor * place.usual / scale if alone else factor
+        ways.append(Explanation([*alone, *_of_counts(of_rank, place.counts, close)]))
+    return list(min(ways, key=Explanation.complexity).causes)
 
 
-def _of_factor(factor: float, scale: float, place: Place, close: float) -> list[Said]:
-    """Returns the causes of a factor; it is the scale, or the scale without that of an own mean."""
-    if place.after != 1 and _is(factor * place.after, 1.0, _CLOSE):
-        return [Said(Cause(LATE.words.format(scale=factor), LATE.advice))]
-    if place.usual is None:
-        alone = _of_reductions(factor, place, close) if place.holders > 1 else None
-        return [Said(alone)] if alone else _of_counts(factor, place.counts, close)
-    # A parameter of its own scale is reduced otherwise than those beside it.
-    own, shared = scale / place.usual, place.usual * factor / scale
-    if _is(own, 1.0, close):
-        return _of_counts(factor, place.counts, close)
-    of_others = [] if _is(shared, 1.0, close) else _of_counts(shared, place.counts, close)
-    if alone := _of_reductions(own, place, close):
-        return [Said(alone), *of_others]
-    if of_others:
-        return _of_counts(factor, place.counts, close)
-    words = f"the gradient is multiplied by {scale:.4g}, and those of other parameters of the rank"
-    return [Said(Cause(f"{words} are right", _LOOK), is_known=False)]
-
-
-def _of_reductions(factor: float, place: Place, close: float) -> Cause | None:
+def _of_reductions(factor: float, place: Place, close: float) -> list[Cause]:
     """Returns the cause of a factor that one parameter of a rank has, by its reductions."""
-    size = max(factor, 1 / factor) if factor > 0 else 0.0
-    ways = {place.num_replicas: f"the {place.num_replicas} replicas"}
+    size = max(factor, 1 / factor) if factor > 0 else 1.0
+    ways = [(place.num_replicas, "replicas")]
     if place.holders > 1:
-        more = f", or {ways[place.holders]}" if place.holders in ways else ""
-        ways.setdefault(place.stages, f"the {place.stages} ranks of its pipeline")
-        ways[place.holders] = f"the {place.holders} ranks that hold it{more}"
-    number = next((n for n in ways if n > 1 and _is(size, n, close)), None)
-    if number is None:
-        return None
+        ways = [(place.holders, "ranks that hold it"), *ways]
+        ways += [(place.stages, "ranks of its pipeline")] * (place.stages != place.holders)
+    over = ", or ".join(f"the {n} {what}" for n, what in ways if n > 1 and _is(size, n, close))
+    if not over or _is(size, 1.0, close):
+        return []
     what = "tie" if place.holders > 1 else "parameter"
     if factor > 1:
-        return Cause(
-            f"the {what} is reduced twice: the gradient is {size:.4g} times too large, as if it "
-            f"was summed once more over {ways[number]}",
-            "reduce it over these ranks once",
+        words, more, advice = "reduced twice", "large, as if it was summed once more", _ONCE
+    else:
+        words, more, advice = "averaged", "small, as if it was averaged", _SUM
+    return [
+        Cause(
+            f"the {what} is {words}: the gradient is {size:.4g} times too {more} over {over}",
+            advice,
         )
-    return Cause(
-        f"the {what} is averaged: the gradient is {size:.4g} times too small, as if it was "
-        f"averaged over {ways[number]}",
-        "sum it over these ranks, and do not divide",
-    )
+    ]
 
 
-def _of_counts(factor: float, counts: Mapping[str, int], close: float) -> list[Said]:
+def _of_counts(factor: float, counts: Mapping[str, int], close: float) -> list[Cause]:
     """Returns the cause of a factor that all parameters of a rank have."""
+    if _is(factor, 1.0, close):
+        return []
     counted = _counted(factor, counts, close)
     if counted is None:
-        return [Said(Cause(f"the gradient is multiplied by {factor:.4g}", _LOOK), is_known=False)]
+        return [Odd(f"the gradient is multiplied by {factor:.4g}", _LOOK)]
+    size, advice = f"{1 / factor:.4g} times too small", "divide by it once, not again"
     if factor > 1:
         size, advice = f"{factor:.4g} times too large", "divide the loss or the gradient by it once"
-    else:
-        size, advice = f"{1 / factor:.4g} times too small", "divide by it once, not again"
     if "twice" in counted or "three times" in counted:
         advice = "scale in one place: here each stage scales what the next one has scaled"
-    return [Said(Cause(f"the gradient is {size}: it is {counted}", advice))]
+    return [Cause(f"the gradient is {size}: it is {counted}", advice)]
 
 
 def _counted(factor: float, counts: Mapping[str, int], close: float) -> str | None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,6 @@ from pipegrad.pipeline.trees import flattened, is_cut
 if TYPE_CHECKING:
     from pipegrad.audit.audit import Audit
 
-_Entries = list[tuple[str, Tensor]]
-
 
 def checked(audit: Audit, steps: int | None, tolerance: float | None) -> list[Batch]:
     """Returns the batches of the steps.
@@ -43,8 +42,15 @@ def checked(audit: Audit, steps: int | None, tolerance: float | None) -> list[Ba
             f"replica is {audit.replica} of {audit.num_replicas}, expected 0 to "
             f"{audit.num_replicas - 1}"
         )
+    if steps is None and not isinstance(audit.batches, Sized):
+        raise PlanError("batches is an iterator, which may have no end: give steps, or a list")
     _check_models(audit)
-    batches = _taken(audit.batches, steps)
+    batches = list(itertools.islice(audit.batches, steps))
+    if not batches or len(batches) < (steps or 1):
+        raise PlanError(
+            f"there are {len(batches)} batches, and {steps or 'no'} steps: give a batch for each "
+            f"step"
+        )
     for batch in batches:
         _check_batch(batch, audit.microbatches, audit.num_replicas)
     return batches
@@ -52,32 +58,28 @@ def checked(audit: Audit, steps: int | None, tolerance: float | None) -> list[Ba
 
 def _check_models(audit: Audit) -> None:
     parameters = list(audit.model.parameters())
-    if any(is_dtensor(p) or p.is_meta for p in parameters):
-        raise PlanError(
-            "the uncut model has DTensors or parameters without values: give a copy that was made "
-            "before the stages were wrapped, with real values on every rank"
-        )
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise PlanError("the uncut model has no parameter that requires a gradient")
     held = [parameter for module in audit.held for parameter in module.parameters()]
-    if any(parameter.is_complex() for parameter in (*parameters, *held)):
-        raise PlanError("a parameter is complex: an audit compares real ones")
-    if any(parameter.is_meta for parameter in held):
-        raise PlanError("a module of this rank has parameters without values, on the meta device")
-    if any(wrapper_of(module) == FSDP1 for module in audit.held):
-        raise PlanError("FSDP1 keeps parameters in flat ones: wrap stages in FSDP2 or DDP")
-
-
-def _taken(batches: Iterable[Batch], steps: int | None) -> list[Batch]:
-    """Returns as many batches as there are steps."""
-    if steps is None and not isinstance(batches, Sized):
-        raise PlanError("batches is an iterator, which may have no end: give steps, or a list")
-    taken = list(itertools.islice(batches, steps))
-    if not taken or (steps is not None and len(taken) < steps):
-        raise PlanError(
-            f"there are {len(taken)} batches, and {steps or 'no'} steps: give a batch for each step"
-        )
-    return taken
+    wrong = {
+        "the uncut model has DTensors or parameters without values: give a copy that was made "
+        "before the stages were wrapped, with real values on every rank": any(
+            is_dtensor(p) or p.is_meta for p in parameters
+        ),
+        "the uncut model has no parameter that requires a gradient": not any(
+            p.requires_grad for p in parameters
+        ),
+        "a parameter is complex: an audit compares real ones": any(
+            p.is_complex() for p in (*parameters, *held)
+        ),
+        "a module of this rank has parameters without values, on the meta device": any(
+            p.is_meta for p in held
+        ),
+        "FSDP1 keeps parameters in flat ones: wrap stages in FSDP2 or DDP": any(
+            wrapper_of(module) == FSDP1 for module in audit.held
+        ),
+    }
+    for words, is_wrong in wrong.items():
+        if is_wrong:
+            raise PlanError(words)
 
 
 def _check_batch(batch: object, microbatches: int, num_replicas: int) -> None:
@@ -115,26 +117,27 @@ def copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-# Of a rank: names of its parameters, its batches as text, and (steps, microbatches, number of
-# replicas, replica).
-Reply = tuple[list[str], str, tuple[int, int, int, int]]
+# Of a rank: names of its parameters, its batches as text, (steps, microbatches, number of replicas,
+# replica), and names of its variants.
+Reply = tuple[list[str], str, tuple[int, int, int, int], list[str]]
 
 
 def check_ranks(audit: Audit, every: Sequence[Reply]) -> list[str]:
     """Checks what all ranks give; returns notes of what is odd in it.
 
     Raises:
-        PlanError: If sizes or batches differ, or a replica or a parameter has no rank.
+        PlanError: If sizes, variants or batches differ, or a replica or a parameter has no rank.
     """
-    sizes = {of_rank[:3] for _, _, of_rank in every}
-    replicas = {of_rank[3] for _, _, of_rank in every}
-    if len(sizes) > 1 or replicas != set(range(audit.num_replicas)):
-        by_rank = {rank: of_rank for rank, (_, _, of_rank) in enumerate(every)}
+    held_names, batches, sizes, variants = zip(*every, strict=True)
+    replicas = [of_rank[3] for of_rank in sizes]
+    if len({of_rank[:3] for of_rank in sizes}) > 1 or {*replicas} != {*range(audit.num_replicas)}:
         raise PlanError(
             f"ranks give different audits; (steps, microbatches, num_replicas, replica) are "
-            f"{by_rank}: give all ranks the same sizes, and every replica a rank"
+            f"{dict(enumerate(sizes))}: give all ranks the same sizes, and every replica a rank"
         )
-    if len({digest for _, digest, _ in every}) > 1:
+    if any(own != variants[0] for own in variants):
+        raise PlanError(f"ranks have different variants: {variants}; give all ranks the same")
+    if len({*batches}) > 1:
         raise PlanError(
             "ranks have different batches: an audit needs the batch of all replicas on every rank, "
             "so make it from one seed"
@@ -144,19 +147,18 @@ def check_ranks(audit: Audit, every: Sequence[Reply]) -> list[str]:
         for first, names in names_by_use(audit.model).items()
         if audit.model.get_parameter(first).requires_grad
     ]
-    held: dict[str, set[int]] = {names[0]: set() for names in trained}
-    for own, _, of_rank in every:
-        for names in trained:
-            if set(names) & set(own):
-                held[names[0]].add(of_rank[3])
-    missing = [name for name, replicas in held.items() if not replicas]
+    held = {
+        names[0]: {r for own, r in zip(held_names, replicas, strict=True) if {*names} & {*own}}
+        for names in trained
+    }
+    missing = [name for name, of_replicas in held.items() if not of_replicas]
     if missing:
         raise PlanError(
             f"no rank holds {shown(missing)} of the uncut model: give all modules of each rank; if "
             f"stages number their layers anew, give `names`, from names of the modules to names of "
             f"the uncut model"
         )
-    shared = [name for name, replicas in held.items() if len(replicas) < audit.num_replicas]
+    shared = [name for name, of_replicas in held.items() if len(of_replicas) < audit.num_replicas]
     note = (
         f"not every replica holds {shown(shared)}: these were taken for parameters that replicas "
         f"share, as experts are. If each replica has its own copy, give all modules of each rank"
@@ -172,7 +174,7 @@ class Names:
         parameters: A parameter with several names has an entry for each.
         buffers: That the uncut model has, too.
         uses: Name of a parameter -> all its names on this rank.
-        modules: Names of the uncut model's modules -> modules.
+        modules: Names of the uncut model's modules -> modules, if stages have the same names.
         of_modules: Names in the modules -> names in the uncut model.
     """
 
@@ -205,13 +207,12 @@ def match(
                 names.parameters[there[name]] = tensor
             elif name in there:
                 names.buffers[there[name]] = tensor
-        parts = dict(module.named_modules(remove_duplicate=False))
-        for name, home in _homes(parts, there).items():
-            if home in by_name:
-                names.modules[home] = parts[name]
-    by_id: dict[int, list[str]] = {}
+        parts = {_bare(n): part for n, part in module.named_modules(remove_duplicate=False)}
+        if all(_bare(name) == full for name, full in there.items()):
+            names.modules.update({name: parts[name] for name in parts.keys() & by_name.keys()})
+    by_id = defaultdict[int, list[str]](list)
     for name, parameter in names.parameters.items():
-        by_id.setdefault(id(parameter), []).append(name)
+        by_id[id(parameter)].append(name)
     names.uses.update({name: tuple(by_id[id(p)]) for name, p in names.parameters.items()})
     return names
 
@@ -225,12 +226,14 @@ def _names_there(
     shapes = {name: tensor.shape for name, tensor in whole}
     if known is not None:
         missing = [name for name, _ in trained if name not in known]
-        wrong = [name for name, there in known.items() if there not in shapes]
-        if missing or wrong:
-            lacks = f"it lacks {missing[:3]} of the module; " if missing else ""
-            unknown = [known[name] for name in wrong[:3]]
-            has = f"the uncut model has no {unknown}, but " if wrong else "the uncut model has "
-            raise PlanError(f"{what}: `names` is wrong: {lacks}{has}{list(shapes)[:3]} and so on")
+        wrong = [there for there in known.values() if there not in shapes]
+        if missing:
+            raise PlanError(f"{what}: `names` is wrong: it lacks {missing[:3]} of the module")
+        if wrong:
+            raise PlanError(
+                f"{what}: `names` is wrong: the uncut model has no {wrong[:3]}, but "
+                f"{list(shapes)[:3]} and so on"
+            )
         for name, tensor in trained:
             if tensor.shape != shapes[known[name]]:
                 raise PlanError(
@@ -246,7 +249,16 @@ def _names_there(
         return {name: there for name, there in bare.items() if there in shapes}
     # A slice of layers may begin again at 0. Then its names are those of other layers.
     runs = [whole[first : first + len(own)] for first in range(len(whole) - len(own) + 1)]
-    fitting = [run for run in runs if _fits(own, run)]
+    fitting = [
+        run
+        for run in runs
+        if all(
+            a.shape == b.shape
+            and isinstance(a, nn.Parameter) == isinstance(b, nn.Parameter)
+            and (not isinstance(a, nn.Parameter) or _equal(a, b))
+            for (_, a), (_, b) in zip(own, run, strict=True)
+        )
+    ]
     if len(fitting) == 1:
         return {name: there for (name, _), (there, _) in zip(own, fitting[0], strict=True)}
     if has_names and not fitting:
@@ -267,15 +279,6 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{home}.{name}" if home else name, tensor
 
 
-def _fits(own: _Entries, run: _Entries) -> bool:
-    return all(
-        a.shape == b.shape
-        and isinstance(a, nn.Parameter) == isinstance(b, nn.Parameter)
-        and (not isinstance(a, nn.Parameter) or _equal(a, b))
-        for (_, a), (_, b) in zip(own, run, strict=True)
-    )
-
-
 def _equal(a: Tensor, b: Tensor) -> bool:
     # The shards of a DTensor are with other ranks, and asking would be a collective.
     return is_dtensor(a) or torch.equal(a.detach().cpu(), b.detach().cpu().to(a.dtype))
@@ -284,18 +287,3 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def _bare(name: str) -> str:
     """Returns a name without the segments of wrappers; DDP adds `module`."""
     return ".".join(part for part in plain_name(name).split(".") if part != "module")
-
-
-def _homes(modules: Mapping[str, nn.Module], there: Mapping[str, str]) -> dict[str, str]:
-    """Returns the names of a stage's modules -> their names in the uncut model, as far as known."""
-    homes = dict[str, str]()
-    for name, module in modules.items():
-        for inner, _ in _entries(module):
-            full = f"{name}.{inner}" if name else inner
-            if full in there and there[full].endswith(f".{inner}"):
-                homes[name] = there[full].removesuffix(f".{inner}")
-                break
-    # A module without tensors has its name only if a stage does not number its layers anew.
-    if all(_bare(name) == home for name, home in homes.items()):
-        homes |= {name: _bare(name) for name in modules.keys() - homes.keys()}
-    return homes

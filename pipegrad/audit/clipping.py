@@ -33,8 +33,6 @@ _APART = Cause(
     "parameters are clipped in parts, each by its own norm",
     "clip all gradients by one norm: that of all parameters",
 )
-_OF_THIS_RANK = "the gradient norm is that of this rank's parameters alone"
-_OF_RANK = "the gradient norm is that of rank {rank}'s parameters alone"
 _NOT_CLIPPED = Cause("gradients are not clipped", "clip them before the optimizer's step")
 _ADVICE = "reduce the squares over all ranks, with each parameter counted once"
 
@@ -44,28 +42,50 @@ def right_norm(rank: int, entries: Sequence[Entry]) -> float:
     return _norm(_once(_of_replica(rank, entries)))
 
 
-def judged(norm: float, rank: int, entries: Sequence[Entry]) -> Cause | None:
-    """Returns what is wrong with a norm; None if it is right."""
-    of_replica = _of_replica(rank, entries)
-    right, close = right_norm(rank, entries), _close(entries)
-    # torch clips by the norm and 1e-6. With norm_type inf, the norm is that of the largest element.
-    gradients = [entry.gradient for entry in of_replica if entry.gradient is not None]
-    largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
-    if any(math.isclose(norm, x, rel_tol=close, abs_tol=2e-6) for x in (right, largest)):
-        return None
-    if norm == 0:
-        return _NOT_CLIPPED
-    ranks = [rank, *sorted({other for entry in of_replica for other in entry.ranks} - {rank})]
-    known = {
-        _OF_THIS_RANK if other == rank else _OF_RANK.format(rank=other): _once(
-            [entry for entry in entries if other in entry.ranks]
-        )
-        for other in ranks
+def wrong_norms(norms: Mapping[int, float | None], entries: Sequence[Entry]) -> list[Finding]:
+    """Returns what is wrong with the norms of ranks; 0 if a rank has not clipped."""
+    findings, close = list[Finding](), _close(entries)
+    wrong = {
+        rank: norm
+        for rank, norm in norms.items()
+        if norm is not None and not _is_right(norm, rank, entries, close)
     }
-    known["the gradient norm counts each copy of a parameter that several ranks hold"] = of_replica
-    known["the gradient norm counts each copy and each replica"] = list(entries)
-    words = (w for w, held in known.items() if math.isclose(norm, _norm(held), rel_tol=close))
-    return Cause(next(words, "the gradient norm is not that of all parameters"), _ADVICE)
+    sources = {rank: _source(norm, rank, entries, close) for rank, norm in wrong.items()}
+    for rank, norm in wrong.items():
+        source, words = sources[rank], "is not that of all parameters"
+        if source is not None:
+            is_own = source == rank and [*sources.values()].count(rank) == 1
+            words = f"is that of {'this rank' if is_own else f'rank {source}'}'s parameters alone"
+        elif math.isclose(norm, _norm(_of_replica(rank, entries)), rel_tol=close):
+            words = "counts each copy of a parameter that several ranks hold"
+        cause = Cause(f"the gradient norm {words}", _ADVICE) if norm else _NOT_CLIPPED
+        details = (f"rank {rank} has {norm:.5g}, right is {right_norm(rank, entries):.5g}",)
+        findings.append(Finding(*cause, ranks=(rank,), details=details if norm else ()))
+    return findings
+
+
+def _is_right(norm: float, rank: int, entries: Sequence[Entry], close: float) -> bool:
+    # torch clips by the norm and 1e-6. It may be the largest element, or the sum of all.
+    own = _once(_of_replica(rank, entries))
+    sizes = [
+        e.gradient.double().abs() for e in own if e.gradient is not None and e.gradient.numel()
+    ]
+    largest, total = (
+        max((float(x.max()) for x in sizes), default=0.0),
+        sum(float(x.sum()) for x in sizes),
+    )
+    ways = _norm(own), largest, total
+    return any(math.isclose(norm, way, rel_tol=close, abs_tol=2 * _ADDED) for way in ways)
+
+
+def _source(norm: float, rank: int, entries: Sequence[Entry], close: float) -> int | None:
+    """Returns the rank whose parameters alone have this norm."""
+    ranks = {other for entry in _of_replica(rank, entries) for other in entry.ranks} - {rank}
+    for other in (rank, *sorted(ranks)):
+        held = _once([entry for entry in entries if other in entry.ranks])
+        if math.isclose(norm, _norm(held), rel_tol=close):
+            return other
+    return None
 
 
 def _close(entries: Iterable[Entry]) -> float:
@@ -105,14 +125,12 @@ def unclipped(
     maxima = {s.rank: s.clip_norm for s in seen if s.clip_norm is not None}
     clip_norm = next(iter(maxima.values()), clip_norm)
     norms = {of_rank.rank: of_rank.norm for of_rank in seen}
-    if not any(of_rank.unclipped for of_rank in seen):
-        before = [
-            entry if clip_norm is None else _before(entry, norms, clip_norm) for entry in after
-        ]
-        return before, _wrong(norms, before), {}
-    before = entries_of(seen, [s.unclipped or s.gradients for s in seen], first)
+    if any(of_rank.unclipped for of_rank in seen):
+        before = entries_of(seen, [s.unclipped or s.gradients for s in seen], first)
+    else:
+        before = [_before(entry, norms, clip_norm) for entry in after]
     if any(of_rank.is_other for of_rank in seen):
-        return before, [], {}  # by value, or by another norm: compared before it alone
+        return before, [], {}  # by value: compared before it alone
     findings, changed, later = list[Finding](), list[Finding](), dict[int, float]()
     for of_rank in seen:
         # The factors of clipping by first name, where torch's functions have clipped.
@@ -134,7 +152,7 @@ def unclipped(
         if own and not math.isclose(min(own), max(own), rel_tol=_close(before)):
             findings.append(Finding(*_APART, ranks=(of_rank.rank,)))
             norms[of_rank.rank] = None
-    findings += _wrong(norms, before)
+    findings += wrong_norms(norms, before)
     if len(set(maxima.values())) > 1:
         details = tuple(f"rank {rank} clips to {maximum:g}" for rank, maximum in maxima.items())
         words = "ranks clip to different norms"
@@ -143,10 +161,10 @@ def unclipped(
     return before, changed or findings, {} if changed else later
 
 
-def _before(entry: Entry, norms: Mapping[int, float | None], clip_norm: float) -> Entry:
+def _before(entry: Entry, norms: Mapping[int, float | None], clip_norm: float | None) -> Entry:
     """Returns a gradient as it was before its rank has clipped it by its norm."""
     norm = norms[entry.ranks[0]]
-    if entry.gradient is None:
+    if entry.gradient is None or clip_norm is None:
         return entry
     if norm is None:
         raise PlanError(
@@ -187,24 +205,6 @@ def _behind(
         if float((now - scale * was).norm()) > _close([entry]) * scale * float(was.norm())
     ]
     return scale, [entry for entry in others if entry.ranks[0] == rank]
-
-
-def _wrong(norms: Mapping[int, float | None], entries: Sequence[Entry]) -> list[Finding]:
-    """Returns causes by rank; one for all ranks that use the norm of one rank alone."""
-    known = {rank: norm for rank, norm in norms.items() if norm is not None}
-    causes = {rank: judged(norm, rank, entries) for rank, norm in known.items()}
-    words = {cause.words for cause in causes.values() if cause is not None}
-    findings = []
-    for rank, cause in causes.items():
-        if cause is None:
-            continue
-        of_rank = _OF_RANK.format(rank=rank)
-        is_shared = cause.words == _OF_THIS_RANK and of_rank in words
-        norm, right = known[rank], right_norm(rank, entries)
-        details = (f"rank {rank} has {norm:.5g}, right is {right:.5g}",) if norm else ()
-        cause_words = of_rank if is_shared else cause.words
-        findings.append(Finding(cause_words, cause.advice, (), (rank,), details=details))
-    return findings
 
 
 def factor(norm: float, clip_norm: float) -> float:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 from torch.nn import functional
 
 _DROPOUTS = (
@@ -25,12 +24,12 @@ _FUNCTIONS = (
     (torch, "dropout", "p", 1),
 )
 _ATEN = torch.ops.aten
-_OPERATORS: Mapping[object, int] = {  # and the position of their probability
-    _ATEN.dropout.default: 1,
-    _ATEN.dropout_.default: 1,
-    _ATEN.feature_dropout.default: 1,
-    _ATEN.alpha_dropout.default: 1,
-    _ATEN.scaled_dot_product_attention.default: 4,
+_OPERATORS: Mapping[object, tuple[str, int]] = {  # name and position of their probability
+    _ATEN.dropout.default: ("p", 1),
+    _ATEN.dropout_.default: ("p", 1),
+    _ATEN.feature_dropout.default: ("p", 1),
+    _ATEN.alpha_dropout.default: ("p", 1),
+    _ATEN.scaled_dot_product_attention.default: ("dropout_p", 4),
 }
 
 
@@ -38,24 +37,16 @@ class Without:
     """Sets the probability of dropout to 0, wherever torch's functions are called.
 
     Args:
-        modules: All of this rank. Where their dropout is no function of torch, as in nn.LSTM and in
-            traced graphs, it is set to 0, too.
+        modules: Whose dropout is set to 0, too, where it is no function that can be replaced, as in
+            nn.LSTM and in traced graphs.
 
     Attributes:
-        dropped: Probabilities with which functions and graphs would have dropped something.
-        of_recurrent: Those of modules such as nn.LSTM, which `modes` compares.
+        dropped: Probabilities with which something would have been dropped.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self.dropped = set[float]()
-        self.of_recurrent = set[float]()
-        every = list(modules)
-        self._recurrent = [module for module in every if isinstance(module, nn.RNNBase)]
-        # Stages of torch's tracer call operators, not functions that can be replaced.
-        graphs = [getattr(module, "graph", None) for module in every]
-        nodes = [node for graph in graphs if isinstance(graph, Graph) for node in graph.nodes]
-        self._traced = [node for node in nodes if node.target in _OPERATORS]
-        self._graphs = [module for module in every if isinstance(module, GraphModule)]
+        self._modules = list(modules)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -64,31 +55,22 @@ class Without:
             for home, name, argument, position in _FUNCTIONS:
                 patched = self._without(getattr(home, name), argument, position)
                 stack.enter_context(mock.patch.object(home, name, patched))
-            for module in self._graphs:  # after the nodes are as they were
-                stack.callback(module.recompile)
-            for node in self._traced:
-                stack.enter_context(self._without_node(node))
-            for module in self._graphs:
-                module.recompile()
-            for recurrent in self._recurrent:
-                if recurrent.training and recurrent.dropout > 0:
-                    self.of_recurrent.add(recurrent.dropout)
-                stack.enter_context(mock.patch.object(recurrent, "dropout", 0.0))
+            for module in self._modules:
+                if isinstance(module, GraphModule):  # after its nodes are as they were
+                    stack.callback(module.recompile)
+                graph = getattr(module, "graph", None)
+                for node in graph.nodes if isinstance(graph, Graph) else ():
+                    operator: Any = node.target
+                    if operator in _OPERATORS:
+                        stack.callback(setattr, node, "target", operator)
+                        node.target = self._without(operator, *_OPERATORS[operator])
+                if isinstance(module, GraphModule):
+                    module.recompile()
+                if isinstance(module, nn.RNNBase):
+                    if module.training and module.dropout > 0:
+                        self.dropped.add(module.dropout)
+                    stack.enter_context(mock.patch.object(module, "dropout", 0.0))
             yield
-
-    @contextlib.contextmanager
-    def _without_node(self, node: Node) -> Iterator[None]:
-        """Sets the probability of a node of a traced graph to 0."""
-        args, position = node.args, _OPERATORS[node.target]
-        if len(args) > position and args[position]:
-            trains = args[2] if position == 1 and len(args) > 2 else True
-            if trains:
-                self.dropped.add(cast("float", args[position]))
-            node.args = (*args[:position], 0.0, *args[position + 1 :])
-        try:
-            yield
-        finally:
-            node.args = args
 
     def _without(
         self, function: Callable[..., Any], argument: str, position: int
@@ -96,7 +78,6 @@ class Without:
         takes_training = argument == "p"
         is_on = "alpha" not in function.__name__  # if the caller does not say
 
-        @functools.wraps(function)
         def called(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - torch's signature
             probability = args[position] if len(args) > position else options.get(argument)
             if probability == 0 or (probability is None and not takes_training):

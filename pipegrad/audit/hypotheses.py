@@ -3,8 +3,8 @@
 [Note: hypotheses] One process knows the gradient that each defect would leave: that of the last
 microbatches alone, of one replica, of one use of a tied parameter, of a loss that is divided
 otherwise. Each is a vector h. It explains a gradient g if g = s h for some scale s; the norm of
-g - s h by that of g is the residual. Only the shares of outputs are solved together. Simple
-hypotheses come first. If none fits, the report has the smallest residual, and no cause.
+g - s h by that of g is the residual. Only outputs, and the step before, have scales of their own.
+Simple hypotheses come first. If none fits, the report has the smallest residual, and no cause.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pipegrad.audit.truth import WHOLE
 
@@ -34,7 +33,7 @@ class Hypothesis:
         replicas: Replicas whose data is in it; empty for all.
         use: Index of the only use of a tied parameter that is in it; None for all.
         by_term: True if each output has a scale of its own.
-        is_stale: True if the gradient of the step before is in it, too.
+        is_stale: True if the gradient of the step before is in it, with a scale of its own.
     """
 
     view: str = AT_ONCE
@@ -47,9 +46,9 @@ class Hypothesis:
     @property
     def num_defects(self) -> int:
         """How many things are wrong in it."""
-        is_divided = self.view not in {AT_ONCE, WHOLE}
-        wrong = self.last, self.replicas, self.use is not None, self.by_term, self.is_stale
-        return is_divided + sum(map(bool, wrong))
+        is_divided, is_of_use = self.view not in {AT_ONCE, WHOLE}, self.use is not None
+        wrong = is_divided, self.last, self.replicas, is_of_use, self.by_term, self.is_stale
+        return sum(map(bool, wrong))
 
 
 @dataclass(frozen=True)
@@ -86,34 +85,23 @@ def fits(
         before: The gradient that this rank had in the step before, if there was one.
     """
     actual = gradient.double().reshape(-1)
-    norm = float(actual.norm())
+    norm, least, found = float(actual.norm()), 1.0, list[Fit]()
     allowed = max(allowed, _LEAST * norm)
-    every = list(_every(parts, tuple(own)))
-    if before is not None:
-        # What is reduced again in this step has another scale than what is new.
-        stale = before.double().reshape(1, -1)
-        every += [(replace(h, is_stale=True), torch.cat([x, stale]), n) for h, x, n in every]
-    most = max(len(rows) for _, rows, _ in every)
-    rows = torch.stack([pad(rows, (0, 0, 0, most - len(rows))) for _, rows, _ in every])
-    inverse = torch.linalg.pinv(rows @ rows.mT, rtol=1e-12, hermitian=True)
-    scales = (inverse @ (rows @ actual)[..., None])[..., 0]
-    residuals = (actual - (scales[:, None] @ rows)[:, 0]).norm(dim=1)
-    has_share = rows.norm(dim=2) > allowed / _MARGIN
-    numel = rows.any(1).sum(1)
-    found = list[Fit]()
-    for index in (residuals <= allowed).nonzero().flatten().tolist():
-        hypothesis, own_rows, share = every[index]
-        number = len(own_rows) - hypothesis.is_stale
-        known = scales[index].where(has_share[index], math.nan)[:number].tolist()
-        if not all(map(math.isnan, known)):
-            is_sure = len(own_rows) < int(numel[index])
+    for hypothesis, rows, share in _every(parts, tuple(own), before):
+        inverse = torch.linalg.pinv(rows @ rows.mT, rtol=1e-12, hermitian=True)
+        scales = inverse @ (rows @ actual)
+        residual = float((actual - scales @ rows).norm())
+        least = min(least, residual / max(norm, allowed))
+        known = scales.where(rows.norm(dim=1) > allowed / _MARGIN, math.nan).tolist()
+        known = known[: len(rows) - hypothesis.is_stale]
+        if residual <= allowed and not all(map(math.isnan, known)):
+            is_sure = len(rows) < int(rows.any(0).sum())
             found.append(Fit(hypothesis, tuple(known), share, is_sure))
-    found.sort(key=lambda fit: fit.hypothesis.num_defects)
-    return found, min(1.0, float(residuals.min()) / max(norm, allowed))
+    return sorted(found, key=lambda fit: fit.hypothesis.num_defects), least
 
 
 def _every(
-    parts: Mapping[str, Tensor], own: tuple[int, ...]
+    parts: Mapping[str, Tensor], own: tuple[int, ...], before: Tensor | None
 ) -> Iterator[tuple[Hypothesis, Tensor, float]]:
     """Yields hypotheses, their vectors as rows, and their shares of all microbatches."""
     for view, every in parts.items():
@@ -131,6 +119,10 @@ def _every(
                 yield replace(one, use=use), chosen[:, use].sum(0)[None], share
             if terms > 1:
                 yield replace(one, by_term=True), chosen.sum(1), share
+    if before is not None:
+        # What is reduced again in this step has another scale than what is new.
+        right = parts[AT_ONCE].sum((0, 1, 2, 3))
+        yield Hypothesis(is_stale=True), torch.stack([right, before.double().reshape(-1)]), 1.0
 
 
 def chosen_of(one: Hypothesis, parts: Tensor) -> Tensor:

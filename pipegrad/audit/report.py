@@ -34,16 +34,14 @@ class Finding:
     details: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [printable_lines(self.cause)]
-        if self.ranks:
-            lines.append(f"  ranks:      {listed(self.ranks)}")
-        if self.names:
-            lines.append(f"  parameters: {printable(shown(self.names))}")
-        if self.details:
-            lines.append(f"  found:      {printable(shown(self.details, '; ', ';'))}")
-        if self.advice:
-            lines.append(f"  what to do: {printable_lines(self.advice)}")
-        return "\n".join(lines)
+        parts = {
+            "ranks:": listed(self.ranks),
+            "parameters:": printable(shown(self.names)),
+            "found:": printable(shown(self.details, "; ", ";")),
+            "what to do:": printable_lines(self.advice),
+        }
+        lines = [f"  {what:<11} {text}" for what, text in parts.items() if text]
+        return "\n".join([printable_lines(self.cause), *lines])
 
 
 @dataclass(frozen=True)

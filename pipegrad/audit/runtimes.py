@@ -47,16 +47,15 @@ def of_torch(
 
     def step(inputs: Any, target: Any) -> Mapping[str, object]:  # noqa: ANN401 - as batches
         optimizer.zero_grad()
-        losses: list[Tensor] = []
-        args: Sequence[Any] = ()
-        named: dict[str, Any] = {}
-        if is_first and isinstance(inputs, Mapping):
-            named |= inputs
-        elif is_first:
+        losses = list[Tensor]()
+        of_last = {"target": target, "losses": losses} if is_last else {}
+        if not is_first:
+            schedule.step(**of_last)
+        elif isinstance(inputs, Mapping):
+            schedule.step(**inputs, **of_last)
+        else:
             args = inputs if isinstance(inputs, tuple | list) else (inputs,)
-        if is_last:
-            named |= {"target": target, "losses": losses}
-        schedule.step(*args, **named)
+            schedule.step(*args, **of_last)
         norm = before_step() if before_step is not None else None
         optimizer.step()
         return {"loss": losses or None, "grad_norm": norm}
@@ -183,15 +182,12 @@ def _names_of_layers(module: Any) -> Mapping[str, str]:  # noqa: ANN401 - a Pipe
     # A layer has its index as its name. A tied layer is kept by its key, on each stage that has it.
     indices: dict[str, int] = {}
     for index in range(module._local_start, module._local_stop):
-        key = getattr(module._layer_specs[index], "key", None)
-        if key is not None:
-            indices.setdefault(key, index)
+        indices.setdefault(getattr(module._layer_specs[index], "key", ""), index)
     result = {}
     for name, _ in module.named_parameters():
         home, *rest = name.split(".")
         if home == "tied_modules":
-            key, *rest = rest
-            home = str(indices[key])
+            home, rest = str(indices[rest[0]]), rest[1:]
         result[name] = ".".join([home, *rest])
     return result
 

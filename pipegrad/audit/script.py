@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -76,17 +75,13 @@ def _written(target: Target) -> str:
     if isinstance(target, str):
         home, _, name = target.rpartition(":")
         return f"{Path(home).resolve()}:{name}" if home.endswith(".py") else target
-    name = getattr(target, "__qualname__", "")
-    try:
-        path = inspect.getfile(target)
-    except TypeError:
-        path = ""
-    if not name.isidentifier() or not path.endswith(".py"):
+    name, code = getattr(target, "__qualname__", ""), getattr(target, "__code__", None)
+    if code is None or not name.isidentifier():
         raise ConfigError(
             f"{_name(target)} is no function at the top level of a file: ranks are other "
             f"processes, and import it from there"
         )
-    return f"{path}:{name}"
+    return f"{inspect.getfile(target)}:{name}"
 
 
 def function(target: Target) -> Callable[[], object]:
@@ -120,23 +115,13 @@ def _file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    name, known = path.stem, sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) != str(path):
-        name = f"{name} of {path.parent}"  # random.py must not take the place of Python's own
-        known = sys.modules.get(name)
-    if known is not None:
-        return known
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        sys.modules.pop(name, None)
-        raise
+    importlib.invalidate_caches()  # the file may be new
+    module = importlib.import_module(path.stem)
+    found = getattr(module, "__file__", None) or "a part of Python"
+    if Path(found).resolve() != path:
+        raise ImportError(f"{path.stem} is another module here, {found}: rename the file")
     return module
 
 

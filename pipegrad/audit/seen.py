@@ -18,7 +18,8 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, cast
 from unittest import mock
@@ -26,6 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -33,15 +35,17 @@ from torch.optim.optimizer import (
 )
 
 from pipegrad.audit.checks import Names
-from pipegrad.audit.clip_calls import listening_to_clipping
+from pipegrad.audit.dropout import Without, modes
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError, in_words
 from pipegrad.gradients.parameter import Param
 from pipegrad.gradients.sync import GradientSync, open_syncs
+from pipegrad.interop.private import CLIPS_WITH_NORM
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.plugins.handler import Placement
 
 Gradients = Callable[[], Mapping[str, Tensor | None]]
+_Tensors = Tensor | Iterable[Tensor]
 PATIENCE_SECONDS = 1800.0  # for ranks that load, compile or compare
 _watches: list[Watch] = []  # those that are running, one at most
 
@@ -106,9 +110,11 @@ class Seen:
         clips: What was clipped, in order.
         frozen: Parameters that require no gradient.
         changed: Parameters that differ from what their optimizer has left.
-        is_other: Whether gradients were clipped by value, or by another norm than the Euclidean.
+        is_other: Whether gradients were clipped by value.
         losses: Numbers that the step has returned. One of them should be the loss.
         updates: Of each optimizer.
+        modes: Name of a module -> how it computes; see `dropout.modes`.
+        dropped: Probabilities with which the step would have dropped something.
     """
 
     rank: int
@@ -128,56 +134,55 @@ class Seen:
     frozen: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
     is_other: bool = False
+    modes: Mapping[str, str] = field(default_factory=dict)
+    dropped: Collection[float] = ()
 
 
 class Placed:
-    """What the syncs of this process know of a rank's parameters; see [Note: pieces]."""
+    """What the syncs of this process know of a rank's parameters; see [Note: pieces].
+
+    Attributes:
+        syncs: That have some of them.
+        live: Name -> the parameter as its sync has it.
+        groups: Name -> ranks that have pieces of its gradient.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._live: dict[str, Param] = {}
+        self.live: dict[str, Param] = {}
         self.groups: dict[str, tuple[int, ...]] = {}
-        self._syncs = list[GradientSync]()
-        names: dict[int, list[str]] = {}
+        self.syncs = list[GradientSync]()
+        names = defaultdict[int, list[str]](list)
         for name, parameter in parameters.items():
             if not is_dtensor(parameter):
-                names.setdefault(id(parameter), []).append(name)
+                names[id(parameter)].append(name)
         for sync in open_syncs():
             routes = dict(sync.plan.routes)
-            known = [(n, live) for live in sync.live() for n in names.get(id(live.tensor), ())]
-            for name, live in known:
-                self._live[name] = live
-                ranks = {
-                    rank
-                    for leg in routes.get(live.record.key, ())
-                    if leg.placement is not Placement.REPLICATE
-                    for rank in leg.ranks
-                }
-                if ranks:
-                    self.groups[name] = tuple(sorted(ranks))
-            if known:
-                self._syncs.append(sync)
-
-    def knows(self, name: str) -> bool:
-        """Whether a sync has this parameter."""
-        return name in self._live
+            known = {name: live for live in sync.live() for name in names.get(id(live.tensor), ())}
+            self.live |= known
+            self.syncs += [sync] if known else []
+            for name, live in known.items():
+                legs = routes.get(live.record.key, ())
+                apart = [leg.ranks for leg in legs if leg.placement is not Placement.REPLICATE]
+                if apart:
+                    self.groups[name] = tuple(sorted({rank for ranks in apart for rank in ranks}))
 
     def gradient(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         """Returns the gradient that this rank's optimizer gets."""
-        if name not in self._live:
+        if name not in self.live:
             return gradient_of(parameter)
-        main = self._live[name].main
+        main = self.live[name].main
         return None if main is None else main.gradient
 
     def main_names(self) -> dict[int, str]:
         """Returns the ids of tensors that an optimizer has for parameters -> their names."""
-        mains = {name: live.main for name, live in self._live.items() if live.main is not None}
+        mains = {name: live.main for name, live in self.live.items() if live.main is not None}
         return {id(main.tensor): name for name, main in mains.items() if not main.copied}
 
     def widened(self, name: str, value: Tensor | None) -> Tensor | None:
         """Returns this rank's piece of a gradient in the shape of its parameter."""
         if value is None or name not in self.groups:
             return value
-        parameter, main = self._live[name].tensor, self._live[name].main
+        parameter, main = self.live[name].tensor, self.live[name].main
         if value.shape == parameter.shape:
             return value
         begin = 0 if main is None else main.begin
@@ -185,17 +190,6 @@ class Placed:
         flat[begin : begin + value.numel()] = value.reshape(-1)
         # A shard's elements are in the order of the parameter's memory.
         return flat.as_strided(parameter.shape, parameter.stride())
-
-    def wait(self) -> None:
-        """Waits for parameters that other ranks update. All ranks must call it."""
-        for sync in self._syncs:
-            sync.wait_parameters()
-
-    def restored(self) -> None:
-        """Says to syncs that all parameters have other values. All ranks must call it."""
-        for sync in self._syncs:
-            if sync.agreed.needs_parameter_sync:
-                sync.synchronize_parameters()
 
 
 @dataclass
@@ -214,7 +208,7 @@ class Watch:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     unclipped: dict[str, Tensor | None] = field(default_factory=dict)
     clips: list[Clip] = field(default_factory=list)
-    is_other: bool = False  # whether gradients were clipped, and not by their Euclidean norm
+    is_other: bool = False  # whether gradients were clipped by value
     updates: dict[int, Update] = field(default_factory=dict)  # by id of an optimizer
     updated: dict[str, Tensor] = field(default_factory=dict)  # parameters behind their optimizer
 
@@ -227,7 +221,7 @@ class Watch:
         )
         _watches.append(self)
         try:
-            with listening_to_clipping(self._clipped), self._listening_to_syncs():
+            with self._hearing_clipping():
                 yield
         finally:
             _watches.remove(self)
@@ -248,36 +242,64 @@ class Watch:
     def _clipped(
         self, parameters: Sequence[Tensor], max_norm: float, total_norm: Tensor | None
     ) -> None:
+        """Copies gradients that are clipped next; without a norm by value."""
         if math.isinf(max_norm):  # it only measures
             return
         clipped = {id(parameter) for parameter in parameters}
         self.copy_unclipped(clipped)
-        if total_norm is None:  # by value, or by another norm
+        if total_norm is None:
             self.is_other = True
             return
         names = tuple(name for name, p in self.own.items() if id(p) in clipped)
         self.clips.append(Clip(names, float(max_norm), float(_whole(total_norm))))
 
     @contextlib.contextmanager
-    def _listening_to_syncs(self) -> Iterator[None]:
-        """Hears `GradientSync.clip_grad_norm_`, which clips what `placed` knows."""
-        clip = GradientSync.clip_grad_norm_
+    def _hearing_clipping(self) -> Iterator[None]:
+        """Hears torch's functions that clip, and `GradientSync.clip_grad_norm_`.
 
-        def heard(sync: GradientSync, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        Code that has imported ``clip_grad_value_`` or ``clip_grads_with_norm_`` by name is not
+        heard.
+        """
+        by_value: Callable[..., None] = clip_grad.clip_grad_value_
+        by_norm: Callable[..., None] = nn.utils.clip_grads_with_norm_
+        by_sync = GradientSync.clip_grad_norm_
+
+        def heard(
+            every: _Tensors, max_norm: float, total_norm: Tensor, foreach: bool | None = None
+        ) -> None:
+            tensors = [every] if isinstance(every, Tensor) else list(every)
+            self._clipped(tensors, max_norm, total_norm)
+            by_norm(tensors, max_norm, total_norm, foreach)
+
+        def heard_by_value(every: _Tensors, clip_value: float, foreach: bool | None = None) -> None:
+            tensors = [every] if isinstance(every, Tensor) else list(every)
+            self._clipped(tensors, clip_value, None)
+            by_value(tensors, clip_value, foreach)
+
+        def heard_by_sync(sync: GradientSync, max_norm: float, norm_type: float = 2.0) -> Tensor:
             # It measures first: with a GradScaler it removes the scale then.
-            norm = clip(sync, math.inf, norm_type)
-            if math.isinf(max_norm):
-                return norm
-            own = [p for name, p in self.own.items() if self.placed.knows(name)]
-            self._clipped(own, max_norm, norm if float(norm_type) == 2.0 else None)
-            clip(sync, max_norm, norm_type)
-            return norm
+            norm = by_sync(sync, math.inf, norm_type)
+            own = [p for name, p in self.own.items() if name in self.placed.live]
+            self._clipped(own, max_norm, norm)
+            return norm if math.isinf(max_norm) else by_sync(sync, max_norm, norm_type)
 
-        with mock.patch.object(GradientSync, "clip_grad_norm_", heard):
+        patches: list[tuple[Any, str, Callable[..., Any]]] = [
+            (nn.utils, "clip_grad_value_", heard_by_value),
+            (clip_grad, "clip_grad_value_", heard_by_value),
+            (nn.utils, "clip_grads_with_norm_", heard),
+            (clip_grad, CLIPS_WITH_NORM, heard),  # clip_grad_norm_ calls it
+            (GradientSync, "clip_grad_norm_", heard_by_sync),
+        ]
+        with contextlib.ExitStack() as stack:
+            for home, name, function in patches:
+                stack.enter_context(mock.patch.object(home, name, function))
             yield
 
     def _copies(self) -> dict[str, Tensor | None]:
-        return {n: None if g is None else _copy(g) for n, g in self.read().items()}
+        found = {
+            n: g.to_dense() if g is not None and g.is_sparse else g for n, g in self.read().items()
+        }
+        return {n: None if g is None else g.detach().clone() for n, g in found.items()}
 
     def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:  # noqa: ANN401
         if any(map(callable, (*args, *options.values()))):
@@ -297,9 +319,8 @@ class Watch:
                 n: v / _whole(scale) for n, v in copies.items() if n in known and v is not None
             }
         # Several optimizers may run one after the other, and each may set its gradients to None.
-        for name, value in copies.items():
-            if name in known or name not in self.gradients:
-                self.gradients[name] = value
+        kept = {name: value for name, value in self.gradients.items() if name not in known}
+        self.gradients = copies | kept
         earlier = self.updates.get(id(optimizer))
         self.updates[id(optimizer)] = Update(
             known,
@@ -327,7 +348,11 @@ class StepFailed(BaseException):
 
 
 def watched(
-    step: Callable[[], object], names: Names, replica: int, gradients: Gradients | None
+    step: Callable[[], object],
+    names: Names,
+    replica: int,
+    gradients: Gradients | None,
+    without: Without,
 ) -> Seen:
     """Runs a step, and returns what this rank had in it."""
     own = names.parameters
@@ -346,9 +371,10 @@ def watched(
     watch = Watch(own, read, placed)
     before, buffers = _gathered(own, names), _copied(names.buffers)
     try:
-        with watch.running():
+        with watch.running(), without.running():
             result = step()
-        placed.wait()
+        for sync in placed.syncs:  # other ranks may update parameters
+            sync.wait_parameters()
         losses, norm = _numbers(result)
     except Exception as error:
         # Ranks that have ended their step need not wait for this one.
@@ -361,14 +387,8 @@ def watched(
             agree("clipping", fail)
         raise
     # Whole tensors are gathered on all ranks, or on none.
-    is_clipped = any(
-        agree("clipping", lambda: bool(watch.unclipped), timeout_seconds=PATIENCE_SECONDS)
-    )
-    for name, value in watch.gradients.items() if watch.unclipped else ():
-        watch.unclipped.setdefault(name, value)
-    clip_norm = watch.clips[-1].max_norm if watch.clips else None
-    if watch.clips:
-        norm = watch.clips[-1].norm
+    has_copies = agree("clipping", lambda: bool(watch.unclipped), timeout_seconds=PATIENCE_SECONDS)
+    last = watch.clips[-1] if watch.clips else None
     return Seen(
         rank=dist.get_rank(),
         replica=replica,
@@ -379,17 +399,19 @@ def watched(
         uses=names.uses,
         before=before,
         gradients=whole(watch.gradients),
-        unclipped=whole(watch.unclipped) if is_clipped else {},
+        unclipped=whole(watch.gradients | watch.unclipped) if any(has_copies) else {},
         after=_gathered(own, names),
         buffers=(buffers, _copied(names.buffers)),
-        norm=norm,
-        clip_norm=clip_norm,
+        norm=last.norm if last else norm,
+        clip_norm=last.max_norm if last else None,
         clips=watch.clips,
         frozen=frozenset(name for name, p in own.items() if not p.requires_grad),
         changed=watch.changed(),
         is_other=watch.is_other,
         losses=losses,
         updates=list(watch.updates.values()),
+        modes=modes(names.modules),
+        dropped=sorted(without.dropped),
     )
 
 
@@ -416,11 +438,6 @@ def _gathered(values: Mapping[str, Tensor | None], names: Names) -> dict[str, An
         if _group(parameter)[0] == dist.get_rank():
             gathered[name] = None if value is None else value.detach().cpu().clone()
     return gathered
-
-
-def _copy(gradient: Tensor) -> Tensor:
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense.detach().clone()
 
 
 def _whole(tensor: Tensor) -> Tensor:

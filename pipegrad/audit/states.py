@@ -12,12 +12,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipegrad.audit import dropout
 from pipegrad.audit.causes import Cause
 from pipegrad.audit.report import Finding
 from pipegrad.audit.seen import Seen
 from pipegrad.audit.truth import Truth
 from pipegrad.errors import PlanError, in_words
 
+MODE = "give both the same mode and probability"
 _STARTS = Cause(
     "copies of the parameter start with different values",
     "load or broadcast one value on all ranks that hold it, before the first step",
@@ -59,6 +61,7 @@ class Entry:
         replicas: Whose data they have had.
         uses: Names of the parameter on these ranks.
         gradient: None if they have none.
+        is_frozen: True if one of these ranks does not train the parameter.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Entry:
     replicas: tuple[int, ...]
     uses: tuple[str, ...]
     gradient: Tensor | None
+    is_frozen: bool = False
 
     @property
     def key(self) -> Key:
@@ -83,14 +87,26 @@ def entries_of(
         for parameter, name in {first[name]: name for name in held}.items():
             known = of_name.setdefault(parameter, [])
             ranks, uses, pieces = {*of_rank.groups[name]}, of_rank.uses[name], [held[name]]
+            is_frozen = name in of_rank.frozen
             for other in [entry for entry in known if ranks & {*entry.ranks}]:
                 known.remove(other)
                 ranks, uses, pieces = ranks | {*other.ranks}, other.uses, [other.gradient, *pieces]
+                is_frozen |= other.is_frozen
             there = [piece for piece in pieces if piece is not None]
-            of_ranks = tuple(sorted({replicas[rank] for rank in ranks}))
             gradient = torch.stack(there).sum(0) if len(there) > 1 else next(iter(there), None)
-            known.append(Entry(parameter, tuple(sorted(ranks)), of_ranks, uses, gradient))
+            of_ranks = tuple(sorted(ranks)), tuple(sorted({replicas[rank] for rank in ranks}))
+            known.append(Entry(parameter, *of_ranks, uses, gradient, is_frozen))
     return [entry for known in of_name.values() for entry in known]
+
+
+def modes(seen: Sequence[Seen], model: nn.Module) -> Iterator[Finding]:
+    """Yields modules that drop out, or normalise, otherwise than in the uncut model."""
+    there = dropout.modes(dict(model.named_modules(remove_duplicate=False)))
+    for of_rank in seen:
+        for name, mode in of_rank.modes.items():
+            if there.get(name, mode) != mode:
+                words = f"the module {mode}, and in the uncut model it {there[name]}"
+                yield Finding(words, MODE, (name,), (of_rank.rank,))
 
 
 def starts(seen: Sequence[Seen], model: nn.Module, first: First) -> Iterator[Finding]:
@@ -130,25 +146,13 @@ def copies(
             yield Finding(*cause, (name,), (other, rank))
 
 
-def frozen(seen: Sequence[Seen], first: First) -> dict[str, set[int]]:
-    """Returns first names of parameters, and the ranks on which they require no gradient."""
-    result: dict[str, set[int]] = {}
-    for of_rank in seen:
-        for name in of_rank.frozen:
-            result.setdefault(first[name], set()).add(of_rank.rank)
-    return result
-
-
-def trained(
-    entries: Sequence[Entry], truth: Truth, is_frozen: Mapping[str, set[int]]
-) -> Iterator[Finding]:
+def trained(entries: Sequence[Entry], truth: Truth) -> Iterator[Finding]:
     """Yields parameters that train in the pipeline alone, or in the uncut model alone."""
     for entry in entries:
-        here = not set(entry.ranks) & is_frozen.get(entry.name, set())
-        there = entry.name in truth.gradients
-        if there and not here and bool(truth.gradients[entry.name].any()):
+        right = truth.gradients.get(entry.name)
+        if entry.is_frozen and right is not None and bool(right.any()):
             yield Finding(*_FROZEN, (entry.name,), entry.ranks)
-        elif here and not there and entry.gradient is not None and bool(entry.gradient.any()):
+        elif right is None and entry.gradient is not None and bool(entry.gradient.any()):
             yield Finding(*_TRAINS, (entry.name,), entry.ranks)
 
 
@@ -325,7 +329,12 @@ def why_not_updated(seen: Sequence[Seen]) -> str:
 def updates(seen: Sequence[Seen], first: First, explained: set[str]) -> Iterator[Finding]:
     """Yields parameters that are wrong after the optimizer's step, and adds them to `explained`."""
     for of_rank in seen:
-        if _stays(of_rank, first, explained):
+        trained = [n for n, g in of_rank.gradients.items() if g is not None and bool(g.any())]
+        if (
+            any(update.rate > 0 for update in of_rank.updates)
+            and any(first[name] not in explained for name in trained)
+            and all(torch.equal(of_rank.before[name], of_rank.after[name]) for name in trained)
+        ):
             yield Finding(
                 "no parameter of the rank changed in the optimizer's step",
                 "give the optimizer the parameters that the stages have now",
@@ -343,32 +352,20 @@ def updates(seen: Sequence[Seen], first: First, explained: set[str]) -> Iterator
                     (first[name],),
                     of_rank.groups[name],
                 )
-    is_changed: dict[str, dict[tuple[int, ...], bool]] = {}
-    for of_rank in seen:
-        for name in of_rank.uses:
-            of_groups, group = (is_changed.setdefault(first[name], {}), of_rank.groups[name])
-            of_groups[group] = of_groups.get(group, False) or name in of_rank.changed
-    for name, of_groups in is_changed.items():
+    held = dict.fromkeys((first[n], of_rank.groups[n]) for of_rank in seen for n in of_rank.uses)
+    changed = {(first[n], of_rank.groups[n]) for of_rank in seen for n in of_rank.changed}
+    for name in dict.fromkeys(name for name, _ in held):
+        groups = [group for other, group in held if other == name]
         # If some copies are changed and others are not, then copies differ: one cause.
-        if name not in explained and all(of_groups.values()):
+        if name not in explained and changed.issuperset((name, group) for group in groups):
             explained.add(name)
             yield Finding(
                 "the optimizer's step is not that of one process on the same gradient: other code "
                 "changes the parameter behind it",
                 "look for what changes parameters behind the optimizer",
                 (name,),
-                tuple(sorted({rank for group in of_groups for rank in group})),
+                tuple(sorted({rank for group in groups for rank in group})),
             )
-
-
-def _stays(seen: Seen, first: First, explained: set[str]) -> bool:
-    """Returns whether no parameter of a rank has changed, although there are gradients."""
-    trained = [n for n, g in seen.gradients.items() if g is not None and bool(g.any())]
-    return (
-        any(update.rate > 0 for update in seen.updates)
-        and any(first[name] not in explained for name in trained)
-        and all(torch.equal(seen.before[name], seen.after[name]) for name in trained)
-    )
 
 
 def _is_close(a: Tensor, b: Tensor, close: float) -> bool:

@@ -15,6 +15,7 @@ each microbatch; or compare with the targets of another microbatch. Each of thes
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -39,7 +40,7 @@ _IGNORED = -100  # by torch's losses, and Hugging Face's
 _SAMPLED = 16384  # elements of a gradient that are looked at part by part
 _LOSS_SCALE = 1024.0  # of float16
 _COUPLED = 1e-5  # of a gradient; float32 inside of a model leaves less
-_NO_ROWS = RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError
+_TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def compute(
         PlanError: If the model draws random numbers, or has a loss that is not finite.
     """
     every, exact = names_by_use(model), data.cast(torch.float64)
-    loose = _untied(model, every)
+    loose = _untied(model)
     loss, right, whole = _at_once(loose, exact)
     if not math.isfinite(loss):
         raise PlanError(f"the loss of one process is {loss}: look at the batch and the weights")
@@ -147,7 +148,19 @@ def compute(
             f"it draws random numbers (stochastic depth, noise, masks of its own). Switch them off "
             f"for the audit; dropout of torch is switched off already"
         )
-    cells, is_coupled = _split(loose, exact, whole, right)
+    if not any(map(is_real, whole)):
+        raise PlanError(
+            f"the output of the uncut model, {[type(leaf).__name__ for leaf in whole]}, cannot be "
+            f"taken apart: let it return tensors, or dicts, tuples and lists of them"
+        )
+    cells = Cells(loose, exact, whole)
+    is_coupled = _misses(cells, right)
+    if is_coupled and not data.by_microbatch:
+        # Outputs without rows may count by the targets of their microbatches.
+        alike, targets = cells.weights, data.targets
+        cells.weights = {c: n / sum(targets) for c, n in zip(cells.all, targets, strict=True)}
+        is_coupled = _misses(cells, right)
+        cells.weights = alike if is_coupled else cells.weights
     if is_coupled and data.by_microbatch:
         loss, right = cells.loss_and_gradients()
     trained = {first: [n for n in names if n in right] for first, names in every.items()}
@@ -184,7 +197,7 @@ def _at_once(model: nn.Module, data: Data) -> tuple[float, dict[str, Tensor], li
         loss = loss_of(data.loss_fn(output, data.whole[1]))
         found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
     leaves = [leaf for _, leaf in flattened(output)[0]]
-    return float(loss.detach()), dict(zip(trained, map(_dense, found), strict=True)), leaves
+    return float(loss.detach()), dict(zip(trained, found, strict=True)), leaves
 
 
 class Cells:
@@ -193,8 +206,7 @@ class Cells:
     Args:
         model: The uncut model. Its buffers are not changed.
         data: The step, in the dtype of the model.
-        whole: Leaves of the output for the whole batch; None to take the loss of a microbatch for
-            its output, because the output cannot be taken apart.
+        whole: Leaves of the output for the whole batch.
 
     Attributes:
         whole: As in the arguments.
@@ -203,19 +215,16 @@ class Cells:
         buffers: Buffers of each replica that the forward changes, after its microbatches.
     """
 
-    def __init__(self, model: nn.Module, data: Data, whole: Sequence[Any] | None) -> None:
+    def __init__(self, model: nn.Module, data: Data, whole: Sequence[Any]) -> None:
         self._model, self._data, self.whole = model, data, whole
         self.buffers = list[dict[str, Tensor]]()
         self._graphs = dict[Cell, list[Any]]()
         before = dict(model.named_buffers())
         for replica, of_replica in enumerate(data.batches):
             own = _sharing_parameters(model)
-            for index, (inputs, target) in enumerate(of_replica):
+            for index, (inputs, _) in enumerate(of_replica):
                 with torch.enable_grad():
-                    output = output_of(own, inputs)
-                    if whole is None:
-                        output = loss_of(data.loss_fn(output, target))
-                leaves, self._rebuilt = flattened(output)
+                    leaves, self._rebuilt = flattened(output_of(own, inputs))
                 self.paths = [path for path, _ in leaves]
                 self._graphs[replica, index] = [leaf for _, leaf in leaves]
             after = own.named_buffers()
@@ -229,15 +238,10 @@ class Cells:
         self.by_replica = [[c for c in self.all if c[0] == r] for r in range(len(data.batches))]
         self.by_microbatch = [[cell] for cell in self.all]
         self.weights = dict.fromkeys(self.all, 1 / len(self.all))
-        ends = self._graphs[0, 0]
         self._dims = [
-            _dim(own, there, len(self.all)) for own, there in zip(ends, whole or ends, strict=True)
+            _dim(own, there, len(self.all))
+            for own, there in zip(self._graphs[0, 0], whole, strict=True)
         ]
-
-    def weigh_by_targets(self) -> None:
-        """Lets microbatches count by their targets in outputs that have no rows."""
-        targets = self._data.targets
-        self.weights = {c: n / sum(targets) for c, n in zip(self.all, targets, strict=True)}
 
     def flow(
         self, groups: Sequence[Sequence[Cell]], shift: int = 0, scale: float = 1.0
@@ -268,8 +272,6 @@ class Cells:
     def _loss(self, group: Sequence[Cell], shift: int) -> Tensor:
         each = zip(*(self._leaves[cell] for cell in group), strict=True)
         output = self._rebuilt([self._joined(n, group, own) for n, own in enumerate(each)])
-        if self.whole is None:
-            return loss_of(output)
         of_replica = [(self._data.batches[r], m - shift) for r, m in group]
         targets = [batches[m % len(batches)][1] for batches, m in of_replica]
         return loss_of(self._data.loss_fn(output, _side_by_side(targets, self._data.whole[1])))
@@ -288,22 +290,24 @@ class Cells:
     def loss_and_gradients(self, scale: float = 1.0) -> tuple[float, dict[str, Tensor]]:
         """Returns the loss of all microbatches together, and the sums of their gradients."""
         losses, flow = self.flow([self.all], scale=scale)
+        return float(losses), self._gradients(flow)
+
+    def _gradients(self, flow: Flow, only: tuple[Cell, int] | None = None) -> dict[str, Tensor]:
+        """Returns gradients by those of outputs, of all or of one microbatch and leaf."""
+        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         pairs = [
             (x, g)
             for cell, own in flow.items()
-            for x, g in zip(self._graphs[cell], own, strict=True)
-            if g is not None and x.requires_grad
+            for leaf, (x, g) in enumerate(zip(self._graphs[cell], own, strict=True))
+            if g is not None and x.requires_grad and only in {None, (cell, leaf)}
         ]
-        return float(losses), self._by_name([x for x, _ in pairs], [g for _, g in pairs])
-
-    def _by_name(self, outputs: list[Tensor], flow: list[Tensor]) -> dict[str, Tensor]:
-        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        if not outputs:
+        if not pairs:
             return {name: torch.zeros_like(p) for name, p in trained.items()}
+        outputs, by_output = zip(*pairs, strict=True)
         found = torch.autograd.grad(
-            outputs, list(trained.values()), flow, retain_graph=True, materialize_grads=True
+            outputs, list(trained.values()), by_output, retain_graph=True, materialize_grads=True
         )
-        return dict(zip(trained, map(_dense, found), strict=True))
+        return dict(zip(trained, found, strict=True))
 
     def terms(self) -> list[int]:
         """Returns the leaves of the output that the loss depends on."""
@@ -319,52 +323,20 @@ class Cells:
             MICROBATCHES: self.flow(self.by_microbatch)[1],
         }
         for view, shift in ((BEFORE, 1), (BEHIND, -1)):
-            try:
+            # Targets may fit their own inputs alone.
+            with contextlib.suppress(RuntimeError, TypeError, ValueError):
                 views[view] = self.flow([self.all], shift)[1]
-            except (RuntimeError, TypeError, ValueError):
-                continue  # targets that fit their own inputs alone
         terms = self.terms()
-        stacks = {name: {view: list[Tensor]() for view in views} for name in uses}
-        for (view, flow), cell in itertools.product(views.items(), self.all):
-            pairs = [(self._graphs[cell][term], flow[cell][term]) for term in terms]
-            by_term = [
-                self._by_name([x], [g]) if g is not None and x.requires_grad else {}
-                for x, g in pairs
-            ]
-            for name, every in uses.items():
+        shape = len(self._data.batches), len(self._data.batches[0]), len(terms)
+        result: dict[str, dict[str, Tensor]] = {name: {} for name in uses}
+        for view, flow in views.items():
+            every = [self._gradients(flow, only) for only in itertools.product(self.all, terms)]
+            for name, names in uses.items():
                 # A use that cannot be untied is counted with the first one.
-                zero = torch.zeros_like(sampled(self._model.get_parameter(name).detach()))
-                found = [
-                    sampled(own[use]) if use in own else zero for own in by_term for use in every
-                ]
-                stacks[name][view].append(torch.stack(found).unflatten(0, (-1, len(every))))
-        shape = len(self._data.batches), len(self._data.batches[0])
-        return {
-            name: {view: torch.stack(own).unflatten(0, shape) for view, own in of_name.items()}
-            for name, of_name in stacks.items()
-        }
-
-
-def _split(
-    model: nn.Module, data: Data, whole: Sequence[Any], right: Mapping[str, Tensor]
-) -> tuple[Cells, bool]:
-    """Returns a step by microbatches, and whether their parts miss the gradient of the whole."""
-    found, failure = list[Cells](), Exception()
-    for leaves in (whole, None):
-        try:
-            cells = Cells(model, data, leaves)
-            if _misses(cells, right) and not data.by_microbatch:
-                cells.weigh_by_targets()
-            if not _misses(cells, right):
-                return cells, False
-        except _NO_ROWS as error:  # the loss function needs more than tensors, or they have no rows
-            failure = error
-        else:
-            found.append(cells)
-    if not found:
-        raise failure
-    found[0].weights = dict.fromkeys(found[0].all, 1 / len(found[0].all))
-    return found[0], True
+                zero = torch.zeros_like(self._model.get_parameter(name))
+                found = [sampled(own.get(use, zero)) for own in every for use in names]
+                result[name][view] = torch.stack(found).unflatten(0, (*shape, len(names)))
+        return result
 
 
 def _misses(cells: Cells, right: Mapping[str, Tensor]) -> bool:
@@ -400,14 +372,11 @@ def _noise(
     except (RuntimeError, TypeError, ValueError):
         # It cannot compute in these dtypes as one process: nothing more than rounding is allowed.
         return {}, truth.loss
-    there = {name: g for name, g in truth.gradients.items() if name in own}
-    return {n: relative(own[n].double() / scale - right, right) for n, right in there.items()}, loss
-
-
-def relative(difference: Tensor, right: Tensor) -> float:
-    """Returns the norm of a difference by that of what is right."""
-    tiny = torch.finfo(torch.float64).tiny
-    return float(difference.norm() / right.norm().clamp_min(tiny))
+    noise = {
+        name: float((own[name].double() / scale - right).norm() / right.norm().clamp_min(_TINY))
+        for name, right in truth.gradients.items()
+    }
+    return noise, loss
 
 
 def sampled(gradient: Tensor) -> Tensor:
@@ -424,17 +393,16 @@ def names_by_use(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {first: (first, *others) for first, *others in names.values()}
 
 
-def _untied(model: nn.Module, uses: Mapping[str, Sequence[str]]) -> nn.Module:
-    """Returns a copy of a model in which each name has a parameter of its own."""
+def _untied(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model in which each name of a module has a parameter of its own.
+
+    A module that is used twice has two names for one parameter, and cannot have two.
+    """
     loose = copy.deepcopy(model)
-    for first, *others in uses.values():
-        for name in others:
-            home, _, own = name.rpartition(".")
-            parameter = loose.get_parameter(first)
-            again = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            # A module that is used twice has two names for one parameter, and cannot have two.
-            if loose.get_parameter(name) is parameter:
-                setattr(loose.get_submodule(home), own, again)
+    for module in loose.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            own = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            setattr(module, name, own)
     return loose
 
 
@@ -452,8 +420,7 @@ def output_of(model: nn.Module, inputs: Any) -> Any:  # noqa: ANN401 - as the mo
 
 def loss_of(result: Any) -> Tensor:  # noqa: ANN401 - of the caller
     """Returns the loss of what a loss function returns: it, or the first of a tuple."""
-    loss = result[0] if isinstance(result, tuple | list) else result
-    assert isinstance(loss, Tensor)
+    loss: Tensor = result[0] if isinstance(result, tuple | list) else result
     return loss
 
 
@@ -512,7 +479,3 @@ def _dim(own: Any, whole: Any, number: int) -> int | None:  # noqa: ANN401 - lea
     if len(dims) > 1 or own.shape[dims[0]] * number != whole.shape[dims[0]]:
         raise ValueError(f"{number} outputs {tuple(own.shape)} do not make {tuple(whole.shape)}")
     return dims[0]
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from pipegrad.audit.causes import NOT_KNOWN
-from pipegrad.audit.report import Finding, Variant, without_numbers
+from pipegrad.audit.report import Finding, Report, Variant, without_numbers
 
 _SURE = 4.0  # times what is allowed: so much one side must change, if the other does not
 _ALIKE = 1e-2  # of a change: sides that are right differ by less
@@ -31,121 +31,75 @@ class Size(NamedTuple):
     allowed: float = 0.0
 
 
-Where = tuple[int, str, tuple[int, ...]]  # step, first name and ranks
+# "gradient" of the first step, "update" of all steps up to the first with a finding, or "dropout",
+# whose sizes are probabilities; step; first name of a parameter; ranks.
+Where = tuple[str, int, str, tuple[int, ...]]
 Sizes = Mapping[Where, Size]
-_NOWHERE: Where = (1, "", ())
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What an audit has measured, on rank 0.
+class _Change(NamedTuple):
+    """How an option changes one kind of size: by how much each side, and where only one of them."""
 
-    Attributes:
-        gradients: Gradients of the first step. In later steps parameters of a variant have other
-            values.
-        updates: Updates of all steps up to the first with a finding, each from the values that the
-            pipeline had before it.
-        dropped: Probabilities of dropout in one process, and in the pipeline.
-    """
-
-    gradients: Sizes
-    updates: Sizes
-    dropped: tuple[set[float], set[float]]
-
-
-@dataclass(frozen=True)
-class _Change:
-    """How an option changes norms.
-
-    Attributes:
-        what: Name of what has these norms.
-        one: By how much it changes one process; None if that is not known.
-        pipeline: By how much it changes the pipeline.
-        lost: Places that change in one process alone.
-        added: Places that change in the pipeline alone.
-    """
-
-    what: str
-    one: float | None
-    pipeline: float
-    lost: Sequence[Where]
-    added: Sequence[Where]
+    what: str = ""
+    one: float | None = 0.0
+    pipeline: float = 0.0
+    lost: Sequence[Where] = ()
+    added: Sequence[Where] = ()
 
 
 def compared(
-    name: str,
-    usual: Measured,
-    changed: Measured,
-    findings: tuple[Sequence[Finding], Sequence[Finding]],
-) -> tuple[Variant, list[Finding]]:
-    """Returns what an option changes, and what is wrong with it.
-
-    Args:
-        name: Name of the variant.
-        usual: What both sides had without the option.
-        changed: What they had with it.
-        findings: Findings without the option, and with it.
-    """
-    pairs = zip(usual.dropped, changed.dropped, strict=True)
-    drops = Size(*(max(before ^ after, default=0.0) for before, after in pairs))
-    every = (
-        _change("gradient", usual.gradients, changed.gradients),
-        _change("update", usual.updates, changed.updates),
-        _change("dropout", {_NOWHERE: Size(0.0, 0.0)}, {_NOWHERE: drops}),
-    )
-    changes = [change for change in every if change is not None]
+    name: str, usual: tuple[Report, Sizes], changed: tuple[Report, Sizes]
+) -> tuple[Variant, tuple[Finding, ...]]:
+    """Returns what an option changes, and what is wrong with it, by an audit without it and one."""
+    every = [_change(what, usual[1], changed[1]) for what in ("gradient", "update", "dropout")]
+    changes = [change for change in every if change.what]
     alone = [change for change in changes if change.lost or change.added]
-    known = {without_numbers(finding.cause) for finding in findings[0]}
-    new = [finding for finding in findings[1] if without_numbers(finding.cause) not in known]
-    if not changes:
-        said = [replace(finding, cause=f"{name}: {finding.cause}") for finding in new]
-        words = "otherwise in the pipeline" if new else "without effect in both"
-        return Variant(name, words), said
-    first = next(iter(alone), changes[0])
-    result = [finding for change in alone for finding in _one_sided(name, change)]
+    first = next(iter([*alone, *changes]), _Change())
+    known = {without_numbers(finding.cause) for finding in usual[0].findings}
+    new = [f for f in changed[0].findings if without_numbers(f.cause) not in known]
     if alone:  # what is lost makes other gradients and norms wrong, too
-        lost = {place[1] for change in alone for place in (*change.lost, *change.added)}
+        lost = {place[2] for change in alone for place in (*change.lost, *change.added)}
         new = [f for f in new if f.cause != NOT_KNOWN.words and not lost.issuperset(f.names)]
-    own = "" if first.one is None else f"one process's {first.what} by {first.one:.2g}, "
-    amount = f"the option changes {own}the pipeline's by {first.pipeline:.2g}"
-    result += [replace(f, cause=f"{name}: {f.cause}", details=(*f.details, amount)) for f in new]
-    if alone:
-        words = "lost in the pipeline" if first.lost else "in the pipeline alone"
-    elif first.one is None:
-        words = "not compared: give the audit `optimizer`"
-    elif result:
-        words = "otherwise in the pipeline"
-    elif known and abs(first.pipeline - first.one) > _ALIKE * first.pipeline:
-        words = "wrong as without the option"
-    else:
-        words = "alike"
-    return Variant(name, words, first.what, first.one, first.pipeline), result
+    differs = abs(first.pipeline - (first.one or 0.0)) > _ALIKE * first.pipeline
+    words = {
+        "lost in the pipeline": first.lost,
+        "in the pipeline alone": first.added,
+        "not compared: give the audit `optimizer`": first.one is None,
+        "otherwise in the pipeline": new,
+        "without effect in both": not changes,
+        "wrong as without the option": known and differs,
+        "alike": True,
+    }
+    variant = Variant(name, next(w for w, is_so in words.items() if is_so), *first[:3])
+    result = [finding for change in alone for finding in _one_sided(change)] + new
+    return variant, tuple(replace(f, cause=f"{name}: {f.cause}") for f in result)
 
 
-def _one_sided(name: str, change: _Change) -> Iterator[Finding]:
+def _one_sided(change: _Change) -> Iterator[Finding]:
     """Yields what changes in one process alone, or in the pipeline alone."""
-    what, one = change.what, change.one or 0.0
-    some = " on these ranks" if change.pipeline >= _SMALL * one else ""
-    others = " in these parameters" if one else ""
-    of_one = f"one process's {what} by {one:.2g}, and the pipeline's not at all{some}"
-    of_pipeline = (
-        f"the pipeline's {what} by {change.pipeline:.2g}, and one process's not at all{others}"
-    )
-    for places, words in ((change.lost, of_one), (change.added, of_pipeline)):
+    one, pipeline = (change.one or 0.0, "one process's"), (change.pipeline, "the pipeline's")
+    for (size, side), (other_size, other), places in (
+        (one, pipeline, change.lost),
+        (pipeline, one, change.added),
+    ):
         if places:
-            names = tuple(dict.fromkeys(place[1] for place in places if place[1]))
-            ranks = tuple(sorted({rank for place in places for rank in place[2]}))
-            yield Finding(f"{name}: changes {words}", _ADVICE, names, ranks)
+            here = " on these ranks" if other_size >= _SMALL * size else ""
+            yield Finding(
+                f"changes {side} {change.what} by {size:.2g}, and {other} not at all{here}",
+                _ADVICE,
+                tuple(dict.fromkeys(place[2] for place in places if place[2])),
+                tuple(sorted({rank for place in places for rank in place[3]})),
+            )
 
 
-def _change(what: str, usual: Sizes, changed: Sizes) -> _Change | None:
-    """Returns how norms of both sides change in the steps that both have; None if they do not."""
-    steps = {place[0] for place in usual} & {place[0] for place in changed}
-    places = [place for place in {**usual, **changed} if place[0] in steps]
-    before, after = ([x.get(p, Size(0.0, 0.0)) for p in places] for x in (usual, changed))
+def _change(what: str, usual: Sizes, changed: Sizes) -> _Change:
+    """Returns how sizes of both sides change in the steps that both have, if they do."""
+    steps = {at[1] for at in usual if at[0] == what} & {at[1] for at in changed if at[0] == what}
+    places = [at for at in {**usual, **changed} if at[0] == what and at[1] in steps]
+    before, after = ([x.get(at, Size(0.0, 0.0)) for at in places] for x in (usual, changed))
     is_known = all(size.one is not None for size in (*before, *after))
-    ones = list(zip([x.one or 0.0 for x in before], [x.one or 0.0 for x in after], strict=True))
-    owns = list(zip([x.pipeline for x in before], [x.pipeline for x in after], strict=True))
+    ones = [(x.one or 0.0, y.one or 0.0) for x, y in zip(before, after, strict=True)]
+    owns = [(x.pipeline, y.pipeline) for x, y in zip(before, after, strict=True)]
     least = _SMALL * math.hypot(*(x for x, _ in ones if is_known), *(x for x, _ in owns))
     lost, added, is_there = list[Where](), list[Where](), False
     for index, place in enumerate(places):
@@ -157,10 +111,10 @@ def _change(what: str, usual: Sizes, changed: Sizes) -> _Change | None:
         elif is_known and own > _SURE * allowed and one <= allowed:
             added.append(place)
     if not is_there:
-        return None
-    return _Change(what, _amount(ones) if is_known else None, _amount(owns), lost, added)
-
-
-def _amount(pairs: Sequence[tuple[float, float]]) -> float:
-    """Returns how far norms move, relative to the first ones."""
-    return math.hypot(*(y - x for x, y in pairs)) / (math.hypot(*(x for x, _ in pairs)) or 1.0)
+        return _Change()
+    amounts = [
+        math.hypot(*(y - x for x, y in pairs))
+        / (1.0 if what == "dropout" else math.hypot(*(x for x, _ in pairs)) or 1.0)
+        for pairs in (ones, owns)
+    ]
+    return _Change(what, amounts[0] if is_known else None, amounts[1], lost, added)

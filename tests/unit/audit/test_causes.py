@@ -22,11 +22,13 @@ def found(
     of_place = {
         "replicas": [1], "uses": [0], "holders": 1, "counts": COUNTS, "num_replicas": 2,
         "stages": 4, "targets": [1, 2, 3, 1, 1, 2], "terms": ["[0]", "[1]"], "num_uses": 2,
+        # Of a tie the others are right; else all parameters of the rank have this scale.
+        "usual": 1.0 if "holders" in own else (scales or (1.0,))[0],
     }  # fmt: skip
     names = Hypothesis.__dataclass_fields__.keys() & own.keys()
     made = Hypothesis(**{name: own.pop(name) for name in names})
     one = Fit(made, scales or (1.0,), share, is_sure)
-    return explained([(one, Place(**{**of_place, **own}))], tolerance).causes
+    return list(explained([(one, Place(**{**of_place, **own}), "")], tolerance).causes)
 
 
 def case(start: str, *scales: float, more: str = "", advice: str = "", **own: Any) -> Any:
@@ -63,7 +65,6 @@ ONE_CAUSE = [
     case("only the data of replicas [1] (from 0)", is_apart=False, **HALF),
     case("the tie is not reduced", more="has that of use 1 (from 0) alone", use=1, holders=2),
     case("the tie is not reduced", more="has that of its own use alone", use=0, holders=2),
-    # Where nothing is known of other parameters, and where they are right.
     case(
         "the tie is reduced twice: the gradient is 2 times too large",
         2.0,
@@ -71,8 +72,7 @@ ONE_CAUSE = [
         advice="reduce it over these ranks once",
         holders=2,
     ),
-    case("the tie is reduced twice", 2.0, holders=2, usual=1.0),
-    case("the tie is averaged: ", 0.25, more="4 ranks", holders=2, usual=1.0),
+    case("the tie is averaged: ", 0.25, more="4 ranks", holders=2),
     case("the parameter is reduced twice", 2.0, more="over the 2 replicas", usual=1.0),
     # As large as other parameters; of one rank alone.
     case("", 2.0, more="the number of replicas, 2,", holders=2, usual=2.0),
@@ -83,7 +83,7 @@ ONE_CAUSE = [
     case("the gradient is multiplied by 2.5", 2.5, counts={"replicas": 1}),
     case("the gradient is multiplied by 1.7", 1.7, advice="clip_norm"),
     case("the gradient is multiplied by -1", -1.0, advice="clip_norm"),
-    case("the gradient is multiplied by 5, and those of other parameters", 5.0, usual=1.0),
+    case("the gradient is multiplied by 5", 5.0, usual=1.0),
     case("the gradient is multiplied by 3.02", 3.02),  # only near a count
     case("the gradient is off by more than rounding explains", 1.0001),
 ]
@@ -134,12 +134,16 @@ def test_causes_that_are_there_together_are_all_said() -> None:
 def test_a_known_cause_is_said_before_a_number_and_without_any_none_is_known() -> None:
     place = Place([1], [0], 1, COUNTS, targets=[1, 2, 3, 1, 1, 2], num_replicas=2)
     free, known = Fit(Hypothesis(), (1.7,)), Fit(Hypothesis(MICROBATCHES), (1.0,))
-    assert explained([(free, place), (known, place)], 1e-4).fit is known
+    assert explained([(free, place, ""), (known, place, "")], 1e-4).fit is known
     assert explained([], 1e-4).causes == [NOT_KNOWN]
     # Any hypothesis makes one element, so its scale must be known.
     assert found(1.7, is_sure=False) == [NOT_KNOWN]
     assert TIMES in found(3.0, is_sure=False)[0].words
     assert found(3.0, is_sure=False, **THIRD) == [NOT_KNOWN]
+    # A larger gradient has shown it.
+    others = frozenset({Hypothesis(last=1)})
+    [cause] = found(3.0, is_sure=False, others=others, **THIRD)
+    assert cause.words.startswith("only the last microbatch")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -156,10 +160,12 @@ def test_hypotheses_are_vectors_and_the_smallest_residual_is_told() -> None:
     assert fit.scales == pytest.approx((5.0,))
     assert fit.share == pytest.approx(2 / 3)
     assert least < 1e-9
-    (fit, *_), _ = fits(
-        parts[1, ..., 0, :].sum((0, 1)) + random(40, seed=1), views, 1e-9, [0], random(40, seed=1)
-    )
-    assert fit.hypothesis == Hypothesis(WHOLE, replicas=(1,), use=0, is_stale=True)
+    (fit, *_), _ = fits(parts[1, ..., 0, :].sum((0, 1)), views, 1e-9)
+    assert fit.hypothesis == Hypothesis(WHOLE, replicas=(1,), use=0)
+    before = random(40, seed=1)
+    (fit, *_), _ = fits(2 * views[AT_ONCE].flatten() + 3 * before, views, 1e-9, [0], before)
+    assert fit.hypothesis == Hypothesis(is_stale=True)
+    assert fit.scales == pytest.approx((2.0,))
     terms = parts.sum((0, 1, 3))
     fitting, _ = fits(terms[0] + 3 * terms[1], views, 1e-9)
     assert [one.hypothesis.by_term for one in fitting] == [True]

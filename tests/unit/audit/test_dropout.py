@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,16 @@ def test_what_drops_nothing_is_not_active(name: str) -> None:
     with dropout.running():
         assert torch.equal(PASSIVE[name](X), expected)
     assert not dropout.dropped
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_drop_nothing_between_them(kind: Any) -> None:
+    model, x = kind(3, 4, num_layers=2, dropout=0.5), torch.randn(5, 2, 3)
+    dropout = Without(model.modules())
+    with dropout.running():
+        assert torch.equal(*(model(x)[0] for _ in range(2)))
+    assert dropout.dropped == {0.5}
+    assert not torch.equal(*(model(x)[0] for _ in range(2)))
 
 
 def test_functions_are_restored_after_an_error() -> None:

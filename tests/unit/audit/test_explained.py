@@ -173,7 +173,7 @@ def seen_of(one: Job, weight: Weight, noise: float = 0.0) -> list[Seen]:
 
 
 def causes_of(one: Job, seen: list[Seen]) -> set[str]:
-    judge = Judge(one.model)
+    judge = Judge(copy.deepcopy(one.model))
     return {finding.cause for finding in judge.judge(seen, one.data, 1)[0]}
 
 

@@ -63,6 +63,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "beside.py").write_text("NUMBER = 5\n")
+    (tmp_path / "random.py").write_text("")
     path = tmp_path / "somebodys_script.py"
     path.write_text(SCRIPT)
     yield path
@@ -117,6 +118,7 @@ def test_a_target_without_a_file_or_a_function_is_refused(target: str) -> None:
         ("no_such_module:audited", "^no_such_module cannot be imported: ModuleNotFound"),
         ("{file}:adited", r"has no function 'adited'; it has \['loss', 'audited', 'number'\]$"),
         ("{file}:value", "has no function 'value'"),
+        ("{folder}/random.py:audited", "random is another module here, .*: rename the file"),
         ("{file}:number", r":number returned int, expected a pipegrad\.Audit"),
     ],
 )

@@ -201,9 +201,6 @@ def test_a_gradient_far_below_the_others_is_compared_with_a_thousandth_of_the_wh
             "small": torch.full((4,), 1e-9, dtype=torch.float64),
         },
         noise={},
-        uses={"large": ("large",), "small": ("small",)},
-        terms=("",),
-        is_coupled=False,
     )
     entries = [
         Entry(name, (0,), (0,), (name,), gradient * (1 if name == "large" else 1.5))
@@ -211,6 +208,6 @@ def test_a_gradient_far_below_the_others_is_compared_with_a_thousandth_of_the_wh
     ]
     judge = Judge(nn.Linear(1, 1), tolerance=1e-4)
     dtypes = dict.fromkeys(truth.gradients, torch.float32)
-    findings, gradients = judge._gradients(entries, truth, dtypes, {}, 4)
-    assert findings == []
+    wrong, gradients = judge._gradients(entries, truth, dtypes, 4)
+    assert wrong == []
     assert [one.error for one in gradients] == pytest.approx([0.0, 1e-9 / 1e-3], rel=1e-6)
