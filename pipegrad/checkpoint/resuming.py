@@ -61,8 +61,7 @@ def resume(folder: str | Path, state: State, *, options: bool = True) -> Resumed
         names = [*state.extra, *[OPTIMIZER] * (state.optimizer is not None)]
         names += [HANDLERS] * (not is_other_layout)
         extra = {name: state.read_extra(files, name) for name in names}
-        if state.optimizer is not None:
-            state.check_options(extra[OPTIMIZER])
+        state.check_optimizer(files, extra.get(OPTIMIZER), options=options)
         return extra, state.read(files)
 
     extra, (tensors, values) = _together(folder, read)

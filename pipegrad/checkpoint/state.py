@@ -32,7 +32,7 @@ from pipegrad.checkpoint.files import Files, Part, Range
 from pipegrad.comm import plain
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import CheckpointError, PlanError
-from pipegrad.gradients.main_params import Locations, uncut_names
+from pipegrad.gradients.main_params import Locations, parted, uncut_names
 from pipegrad.gradients.named_optimizer import MASTER, parts_in
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import flat
@@ -309,16 +309,53 @@ class State:
             base = options or _unnamed(self.optimizer.state_dict())
             self.optimizer.load_state_dict({**base, "state": {**base["state"], **state}})
 
-    def check_options(self, saved: Mapping[str, Any] | None) -> None:
-        """Refuses the extra state of another kind of optimizer. Local."""
+    def check_optimizer(
+        self, files: Files, saved: Mapping[str, Any] | None, *, options: bool
+    ) -> None:
+        """Refuses the state of another optimizer, or of options that give it other names. Local.
+
+        Args:
+            files: The checkpoint.
+            saved: The extra state of its optimizer.
+            options: Whether its options are taken, too.
+
+        Raises:
+            CheckpointError: If it is refused.
+        """
+        if self.optimizer is None:
+            return
         if saved is None:
             raise CheckpointError("has no state of an optimizer, but a model alone")
-        for part in parts_in(self.optimizer) if self.optimizer is not None else ():
+        for part in parts_in(self.optimizer):
             missing = [part.defaults.keys() - group.keys() for group in saved["param_groups"]]
             if all(missing):
                 raise CheckpointError(
                     f"is of another optimizer: {type(part).__name__} has the options "
                     f"{sorted(missing[0])}, which that of the checkpoint did not have"
+                )
+        written: dict[str, set[str]] = {}
+        for key in files.index.tensors:
+            match = _OPTIMIZER_KEY.fullmatch(key)
+            if match is not None and match[2] != MASTER:
+                written.setdefault(match[1], set()).add(match[2])
+        there = {name: group for group in saved["param_groups"] for name in group["params"]}
+        here = {
+            id(tensor): (type(part), group)
+            for part in parts_in(self.optimizer)
+            for group in part.param_groups
+            for tensor in group["params"]
+        }
+        for name, (main, stepped) in self._mains.items():
+            kind, group = here[id(main.tensor)]
+            of_file = {**group, **there.get(parted(stepped)[0], {})}
+            wanted = _state_names(kind, of_file if options else group, main.tensor)
+            # A parameter without a step has no state, so its options say what it would have had.
+            found = written.get(name) or _state_names(kind, of_file, main.tensor)
+            if wanted is not None and found != wanted:
+                raise CheckpointError(
+                    f"is of another optimizer, or of other options: {kind.__name__} keeps "
+                    f"{sorted(wanted)} of {name!r} here, and {sorted(found or ())} there: take the "
+                    f"options of the run that wrote it, such as amsgrad or momentum"
                 )
 
     def _located(self) -> Iterator[tuple[str, Tensor, Place]]:
@@ -326,6 +363,23 @@ class State:
         for key, tensor in self.tensors().items():
             place = self._places.get(key.removeprefix("model."))
             yield key, tensor, place or Place.whole(tensor.shape)
+
+
+def _state_names(kind: Any, group: Mapping[str, Any], like: Tensor) -> set[str] | None:  # noqa: ANN401 - a class of optimizers
+    """Returns the names of what an optimizer keeps of such a tensor: it steps a small one.
+
+    None if that says nothing: those of others may keep more of large tensors, or need more options.
+    """
+    if not kind.__module__.startswith("torch.optim."):
+        return None
+    probe = nn.Parameter(torch.zeros((2,) * like.ndim, dtype=like.dtype, device=like.device))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        optimizer = kind([{**group, "params": [probe]}])
+        optimizer.step()
+    except Exception:  # noqa: BLE001 - such as SparseAdam's, which takes no dense gradient
+        return None
+    return set(optimizer.state[probe])
 
 
 def _unnamed(state: Mapping[str, Any]) -> dict[str, Any]:

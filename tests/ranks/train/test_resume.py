@@ -508,6 +508,11 @@ def test_state_of_another_version_is_refused_as_damage(folder: Path) -> None:
             "is of another optimizer: SGD has the options ['dampening', ",
         ),
         on_ranks(
+            "steady",
+            ["optimizer.amsgrad=true"],
+            "AdamW keeps ['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'step'] of '0.weight' here",
+        ),
+        on_ranks(
             "muon",
             [*MUON, "optimizer.others={name='SGD'}"],
             "is of another optimizer: SGD has the options ['dampening', ",
