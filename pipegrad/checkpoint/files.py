@@ -16,7 +16,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata as distributions
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -32,7 +32,7 @@ from pipegrad.limits import MOST_NUMBER
 from pipegrad.printable import printable, shortened
 
 VERSION = 1  # what a later version changes if this one would read it wrongly
-_READ_BYTES = 16 * 2**20
+_PIECE_BYTES = 16 * 2**20
 # dtype -> its name in the format.
 _SAFETENSORS = {
     torch.bool: "BOOL",
@@ -187,7 +187,7 @@ class Files:
             size, crc = 0, 0
             try:
                 with run_files.opened(self._folder / name) as file:
-                    while part := file.read(_READ_BYTES):
+                    while part := file.read(_PIECE_BYTES):
                         size, crc = size + len(part), zlib.crc32(part, crc)
             except OSError as error:
                 raise damage(f"{name} cannot be read: {reason(error)}") from error
@@ -249,9 +249,12 @@ def damage(message: str) -> CheckpointError:
 
 
 def write(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    moves: Callable[[], object] = lambda: None,
 ) -> tuple[tuple[int, int], dict[str, int]]:
-    """Writes a new safetensors file to the disk.
+    """Writes a new safetensors file to the disk; `moves` is called after each piece of it.
 
     Returns:
         Its size and CRC-32, and the first byte of each tensor.
@@ -282,8 +285,13 @@ def write(
             held = tensor.detach().cpu().contiguous()
             # A single element may have any stride, with which no bytes can be viewed.
             content = held.as_strided((held.numel(),), (1,)).view(torch.uint8).numpy().data
-            file.write(content)
-            crc = zlib.crc32(content, crc)
+            for begin in range(0, len(content), _PIECE_BYTES):
+                piece = content[begin : begin + _PIECE_BYTES]
+                file.write(piece)
+                crc = zlib.crc32(piece, crc)
+                if len(piece) == _PIECE_BYTES:  # or a slow disk would be waited for at the end
+                    os.fdatasync(file.fileno())
+                moves()
         file.flush()
         os.fsync(file.fileno())
     return (len(head) + end, crc), {key: len(head) + begin for key, begin in begins.items()}

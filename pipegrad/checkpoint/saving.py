@@ -1,36 +1,46 @@
-"""Saving: when a checkpoint is written, and how the training goes on meanwhile.
+"""Saving: all ranks write a checkpoint together, and the training goes on meanwhile.
 
 [Note: a save beside the steps] All ranks call `Saver.save` after the same step. Each copies its
 values to CPU memory, and a thread writes the copies while the training goes on. The threads
 coordinate over a group of their own, so their messages never meet the collectives of the training.
 A rank that cannot even collect its state brings the error into the save. So ranks never wait for
 each other outside of the save.
+
+[Note: how long a save may take] As long as it writes. A slow disk ends no run. But where the
+training waits for a save, and the thread of this rank has written nothing for the timeout of a
+step, the watch ends the job and names this rank. The time in which a thread waits for other ranks
+does not count: their own watches look at them.
 """
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from pipegrad import run_files
-from pipegrad.checkpoint.files import Part
-from pipegrad.checkpoint.folders import prune
+from pipegrad.checkpoint.files import Index, Part, write
+from pipegrad.checkpoint.folders import INDEX, prune, publish, unfinished
 from pipegrad.checkpoint.state import State
-from pipegrad.checkpoint.writing import write_checkpoint
-from pipegrad.comm import sync_points
+from pipegrad.comm import plain, sync_points
+from pipegrad.comm.activity import Activity
 from pipegrad.comm.comm_stream import CommStream, Ticket
 from pipegrad.comm.ending import Ending
-from pipegrad.comm.watch import Bounded
-from pipegrad.errors import CheckpointError
+from pipegrad.comm.waits import look
+from pipegrad.errors import CheckpointError, PipegradError
 
-_WRITE_SECONDS = 1800.0  # timeout for the slowest rank to write its part
+_LOOK_SECONDS = 0.25
+_NO_LIMIT = timedelta(days=7)  # of gloo, which needs one
+T = TypeVar("T")
+Moves = Callable[[float], object]
 
 
 class Saver:
@@ -64,6 +74,7 @@ class Saver:
             run_files.make_folder(Path(folder))
         self._pending: tuple[Path, Ticket] | None = None
         self._failure: BaseException | None = None
+        self._moved = 0.0  # when the thread has last gone on; infinite while it waits for ranks
 
     def save(self, step: int, *, wait: bool = False) -> Path:
         """Saves the state after a number of steps; returns the folder of the checkpoint.
@@ -77,38 +88,14 @@ class Saver:
             CheckpointError: With `wait`, if a rank cannot write it; on all ranks.
         """
         folder = Path(self.folder or ".") / f"checkpoint-{step}"
-        if wait:
-            self.wait()
-            self._write_bounded(folder, step, self._of_run)
-            return folder
-        if self.is_writing:
+        if self.is_writing and not wait:
             self._say(
                 f"step {step}: the checkpoint before this one is still being written, and the "
                 f"training waits for it: save less often"
             )
-        self.wait()
-        error: Exception | None = None
-        copies: dict[str, Part] = {}
-        try:
-            for key, part in self._of_run().items():
-                values = part.values.to("cpu", non_blocking=True, copy=True)
-                copies[key] = part._replace(values=values)
-        except Exception as caught:  # noqa: BLE001 - all ranks get it in the save
-            error = caught
-        sync_points.finish_device(self.state.sync.device)
-
-        def collected() -> Mapping[str, Part]:
-            if error is not None:
-                raise error
-            return copies
-
-        def run() -> None:
-            try:
-                self._write(folder, step, collected)
-            except BaseException as failure:  # noqa: BLE001 - `wait` says it
-                self._failure = failure
-
-        self._pending = folder, self._background[0].submit(run, [])
+        self._begin(folder, step, is_copied=not wait)
+        if wait:
+            self._finish()
         return folder
 
     def write(self, folder: str | Path, step: int) -> None:
@@ -117,8 +104,8 @@ class Saver:
         Raises:
             CheckpointError: If a rank cannot write it; on all ranks.
         """
-        self.wait()
-        self._write_bounded(Path(folder), step, self.state.parts)
+        self._begin(Path(folder), step, is_copied=False)
+        self._finish()
 
     @property
     def is_writing(self) -> bool:
@@ -127,14 +114,10 @@ class Saver:
 
     def wait(self) -> None:
         """Waits for a save that was begun. `note` says why it failed, if so."""
-        if self._pending is None:
-            return
-        (folder, ticket), self._pending = self._pending, None
-        with Bounded(f"the checkpoint {folder}", within_seconds=_WRITE_SECONDS):
-            ticket.wait(_WRITE_SECONDS)
-        if self._failure is not None:
-            self._say(f"{self._failure}: the run goes on without this checkpoint")
-        self._failure = None
+        try:
+            self._finish()
+        except CheckpointError as error:
+            self._say(f"{error}: the run goes on without this checkpoint")
 
     def close(self) -> None:
         """Waits for a save, and ends its thread and process group; every rank must call it."""
@@ -145,35 +128,237 @@ class Saver:
     @cached_property
     def _background(self) -> tuple[CommStream, dist.ProcessGroup, Ending]:
         """A thread, the group of the ranks' threads, and their end. The first save makes them."""
-        timeout = timedelta(seconds=_WRITE_SECONDS)
-        made = dist.new_group(timeout=timeout, backend="gloo", group_desc="pipegrad checkpoint")
+        made = dist.new_group(timeout=_NO_LIMIT, backend="gloo", group_desc="pipegrad checkpoint")
         group = cast("dist.ProcessGroup", made)
         thread = CommStream("pipegrad checkpoint", torch.device("cpu"), threaded=True)
         # A thread that waits for a rank that is gone ends with the process; see
         # [Note: how threads end].
         return thread, group, Ending(self, threads=[thread], groups=[group])
 
-    def _of_run(self) -> Mapping[str, Part]:
-        if not Path(self.folder or ".").is_dir():
-            raise CheckpointError("the run's folder was removed or renamed while it ran")
-        return self.state.parts()
+    def _begin(self, folder: Path, step: int, *, is_copied: bool) -> None:
+        """Lets the thread write what this rank has now."""
+        self.wait()
+        error: Exception | None = None
+        parts: dict[str, Part] = {}
+        try:
+            if self._is_of_run(folder) and not folder.parent.is_dir():
+                raise CheckpointError("the run's folder was removed or renamed while it ran")
+            parts = self.state.parts()
+            for key, part in parts.items() if is_copied else ():
+                values = part.values.to("cpu", non_blocking=True, copy=True)
+                parts[key] = part._replace(values=values)
+        except Exception as caught:  # noqa: BLE001 - all ranks get it in the save
+            error = caught
+        sync_points.finish_device(self.state.sync.device)
 
-    def _write_bounded(
-        self, folder: Path, step: int, collect: Callable[[], Mapping[str, Part]]
-    ) -> None:
-        with Bounded(f"the checkpoint of step {step}", within_seconds=_WRITE_SECONDS):
-            self._write(folder, step, collect)
+        def collected() -> Mapping[str, Part]:
+            if error is not None:
+                raise error
+            return parts
+
+        def run() -> None:
+            try:
+                self._write(folder, step, collected)
+            except BaseException as failure:  # noqa: BLE001 - `_finish` raises it
+                self._failure = failure
+
+        self._moved = time.monotonic()
+        self._pending = folder, self._background[0].submit(run, [])
 
     def _write(self, folder: Path, step: int, collect: Callable[[], Mapping[str, Part]]) -> None:
         head = {"step": step, "layout": self.state.layout, "tied": self.state.tied}
+        moves = partial(setattr, self, "_moved")
         try:
-            write_checkpoint(folder, collect, {**head, "run": self._run}, self._background[1])
+            group = self._background[1]
+            write_checkpoint(folder, collect, {**head, "run": self._run}, group, moves)
         except CheckpointError as error:
             complaint = f"the checkpoint of step {step} cannot be written into {folder}: {error}"
             raise CheckpointError(complaint) from error
-        if dist.get_rank() == 0 and self.folder and folder.parent == Path(self.folder):
+        if dist.get_rank() == 0 and self._is_of_run(folder):
             prune(folder.parent, keep_last=self._keep_last, keep_every=self._keep_every)
+
+    def _finish(self) -> None:
+        """Waits for a save that was begun, and raises its error; see the note above."""
+        if self._pending is None:
+            return
+        (folder, ticket), self._pending = self._pending, None
+        with self.state.sync.bounded(f"the checkpoint {folder}") as activity:
+            while not ticket.wait(_LOOK_SECONDS):
+                look()
+                activity.since = max(activity.since, min(self._moved, time.monotonic()))
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _is_of_run(self, folder: Path) -> bool:
+        return self.folder is not None and folder.parent == Path(self.folder)
 
     def _say(self, text: str) -> None:
         if dist.get_rank() == 0:
             self.note(text)
+
+
+# All ranks write one checkpoint together, each slice once. They exchange plain data: what each has,
+# what each has written, and that the index is there. If one of them fails, all learn it in the next
+# exchange, and nothing stays.
+
+
+def write_checkpoint(
+    folder: Path,
+    collect: Callable[[], Mapping[str, Part]],
+    head: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    moves: Moves,
+) -> None:
+    """Writes a checkpoint into a folder, which appears when it is whole. All ranks call it.
+
+    Args:
+        folder: Of the checkpoint.
+        collect: Returns what this rank has; its error is that of all ranks.
+        head: What else the index says.
+        group: A gloo group of all ranks that nobody else uses now.
+        moves: Takes the time after each piece that is written; infinite while this rank waits.
+
+    Raises:
+        CheckpointError: If a rank fails; on all ranks. Nothing of the checkpoint stays.
+    """
+    begun, is_first = unfinished(folder), group.rank() == 0
+    together = partial(_together, begun, group, moves)
+
+    def prepare() -> tuple[Mapping[str, Part], dict[str, Any]]:
+        parts = collect()
+        if is_first:  # no rank writes before it knows that all have come here
+            run_files.make_folder(begun)
+            run_files.empty(begun)
+        described = {
+            key: (part.values.dtype, part.shape, [tuple(each) for each in part.ranges])
+            for key, part in parts.items()
+        }
+        return parts, described
+
+    def finish() -> tuple[None, None]:
+        if is_first:
+            run_files.replace(begun / INDEX, _index(tables, written, head).sealed())
+            publish(folder)
+        return None, None
+
+    try:
+        parts, tables = together(prepare)
+        mine = _shared_out(tables)[group.rank()]
+        path = begun / f"rank-{group.rank()}.safetensors"
+        _, written = together(lambda: (None, _write_slices(path, parts, mine, moves)))
+        together(finish)
+    except BaseException:
+        # The disk may be full, so what was written gives its space back. No rank writes any more:
+        # an error comes when all ranks have replied.
+        if is_first:
+            run_files.remove(begun)
+        raise
+
+
+def _shared_out(tables: Sequence[Mapping[str, Any]]) -> list[set[tuple[str, Any]]]:
+    """Returns for each rank the slices that it writes: each slice once, of who has it.
+
+    Raises:
+        CheckpointError: If ranks disagree on a tensor.
+    """
+    holders: dict[tuple[str, Any], list[int]] = {}
+    kinds: dict[str, Any] = {}
+    for rank, table in enumerate(tables):
+        for key, (*kind, ranges) in table.items():
+            if kinds.setdefault(key, kind) != kind:
+                raise CheckpointError(f"ranks have {key!r} as {kinds[key]} and {kind}")
+            for each in ranges:
+                holders.setdefault((key, each), []).append(rank)
+    num_bytes, mine = [0] * len(tables), [set[tuple[str, Any]]() for _ in tables]
+    for (key, each), ranks in holders.items():
+        rank = min(ranks, key=num_bytes.__getitem__)
+        num_bytes[rank] += (each[3] - each[2]) * kinds[key][0].itemsize
+        mine[rank].add((key, each))
+    return mine
+
+
+def _write_slices(
+    path: Path, parts: Mapping[str, Part], mine: set[tuple[str, Any]], moves: Moves
+) -> tuple[Any, ...]:
+    """Writes slices of this rank; returns file, size and checksum, and where each slice lies."""
+    slices, values = {}, {}
+    for key, part in parts.items():
+        split = part.values.split([each.end - each.begin for each in part.ranges])
+        for each, value in zip(part.ranges, split, strict=True):
+            if (key, each) in mine:
+                is_whole = value.numel() == math.prod(part.shape)
+                name = key if is_whole else f"{key} {[*each]}"
+                values[name] = value.view(part.shape) if is_whole else value
+                slices[name] = key, each
+    file, begins = write(path, values, None, lambda: moves(time.monotonic()))
+    return (
+        path.name,
+        file,
+        [(key, tuple(each), begins[name]) for name, (key, each) in slices.items()],
+    )
+
+
+def _index(
+    tables: Sequence[Mapping[str, Any]], written: Sequence[Any], head: Mapping[str, Any]
+) -> Index:
+    tensors: dict[str, Any] = {}
+    for table in tables:
+        for key, (dtype, shape, _) in table.items():
+            tensors[key] = {
+                "dtype": str(dtype).removeprefix("torch."),
+                "shape": shape,
+                "slices": [],
+            }
+    for name, _, slices in written:
+        for key, each, begin in slices:
+            tensors[key]["slices"].append((each, name, begin))
+    index = Index(**head, files={name: file for name, file, _ in written}, tensors=tensors)
+    try:
+        index.check()
+    except ValueError as error:
+        raise CheckpointError(
+            f"{error}: a rank has no state of its piece: give an expert without a token a gradient "
+            f"of zeros"
+        ) from error
+    return index
+
+
+def _together(
+    folder: Path, group: dist.ProcessGroup, moves: Moves, function: Callable[[], tuple[T, Any]]
+) -> tuple[T, list[Any]]:
+    """Calls a function on all ranks; returns what this rank keeps, and the replies of all.
+
+    Raises:
+        CheckpointError: If a rank failed; on all ranks. It names the first one.
+    """
+    kept, words, cause = None, "", None
+    try:
+        kept, reply = function()
+    except BaseException as error:  # noqa: BLE001 - all ranks learn it first
+        cause, reply = error, None
+        is_ours = isinstance(error, PipegradError)
+        words = str(error) if is_ours else run_files.why_not_written(folder, error)
+    moves(math.inf)
+    with Activity("the checkpoint", range(group.size())):
+        replies = _gathered((words, reply), group)
+    moves(time.monotonic())
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause
+    for rank, (complaint, _) in enumerate(replies):
+        if complaint:
+            raise CheckpointError(f"rank {rank}: {complaint}") from cause
+    return kept, [reply for _, reply in replies]  # type: ignore[return-value]  # none without it
+
+
+def _gathered(value: object, group: dist.ProcessGroup) -> list[Any]:
+    """Returns the plain data of all ranks of a gloo group, by rank."""
+    content = torch.frombuffer(bytearray(plain.dumps(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    group.allgather([sizes], [torch.tensor([content.numel()])]).wait()
+    rows = [torch.empty(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
+    padded = rows[0].new_zeros(rows[0].shape)
+    padded[: content.numel()] = content
+    group.allgather([rows], [padded]).wait()
+    both = zip(rows, sizes, strict=True)
+    return [plain.loads(row[: int(size)].numpy().tobytes()) for row, size in both]

@@ -1,4 +1,4 @@
-"""Four faults of a rank end the job as stated: a kill, a stop, an error and a shape.
+"""Five faults of a rank end the job as stated: a kill, a stop, a stall, an error and a shape.
 
 `scripts/faults` has all faults at all places.
 """
@@ -19,6 +19,7 @@ TORCHRUN = ("kill", "forward", "4")  # started by torchrun; the others are ranks
 SAMPLE = (
     ("stop", "evaluation", "2x2"),  # waits for a timeout, while the others run beside it
     TORCHRUN,
+    ("stall", "writing", "4"),
     ("raise", "checkpoint", "4"),
     ("shape", "forward", "2x2"),
 )

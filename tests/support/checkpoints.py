@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pipegrad.checkpoint.files import Files, Index, write
 from pipegrad.checkpoint.folders import INDEX, publish, unfinished
+from pipegrad.checkpoint.saving import write_checkpoint
 from pipegrad.checkpoint.state import Place
-from pipegrad.checkpoint.writing import write_checkpoint
 from pipegrad.comm.sync_points import Done
 
 RANK_0 = "rank-0.safetensors"
@@ -58,7 +58,8 @@ class Alone:
 def save_together(folder: Path, tensors: Mapping[str, Tensor], **head: Any) -> None:
     """Writes a checkpoint as the only rank of a group."""
     parts = {key: Place.whole(t.shape).part(t) for key, t in tensors.items()}
-    write_checkpoint(folder, lambda: parts, {**HEAD, **head}, cast("dist.ProcessGroup", Alone()))
+    group = cast("dist.ProcessGroup", Alone())
+    write_checkpoint(folder, lambda: parts, {**HEAD, **head}, group, lambda _: None)
 
 
 def index_of(folder: Path) -> dict[str, Any]:

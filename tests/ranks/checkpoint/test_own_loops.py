@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
+import time
+import zlib
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import pipegrad
 from pipegrad import checkpoint
+from pipegrad.checkpoint import files
 from pipegrad.errors import CheckpointError, PlanError
 from pipegrad.testing import run_ranks
 from tests.support.checkpoints import differences, index_of
@@ -218,6 +222,72 @@ def refusals(folder: Path) -> dict[str, str]:
     odd_saver.close()
     saver.close()
     return words
+
+
+# Two optimizers, of which the second looks for state that the first has not kept, or the other way.
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "keeps ['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'step'] of": (
+        torch.optim.AdamW,
+        partial(torch.optim.AdamW, amsgrad=True),
+    ),
+    "keeps ['momentum_buffer', 'square_avg', 'step'] of": (
+        torch.optim.RMSprop,
+        partial(torch.optim.RMSprop, momentum=0.9),
+    ),
+    "keeps ['momentum_buffer'] of": (torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)),
+    "keeps [] of": (partial(torch.optim.SGD, momentum=0.9), torch.optim.SGD),
+}
+
+
+def refused_by_names(folder: Path) -> list[str]:
+    found = []
+    for number, (kind, other) in enumerate(OTHERS.values()):
+        loop, later = Loop(LAYOUTS["whole"], kind), Loop(LAYOUTS["whole"], other)
+        loop.steps(0, 1)
+        saver = checkpoint.Saver(loop.state)
+        saver.write(folder / f"{number}", 1)
+        saver.close()
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.resume(folder / f"{number}", later.state, options=False)
+        found.append(str(caught.value))
+        # With the options of the checkpoint it is the optimizer that has written it.
+        checkpoint.resume(folder / f"{number}", later.state)
+        assert later.steps(1, 2) == loop.steps(1, 2)
+    return found
+
+
+def test_options_that_give_the_state_other_names_are_refused(tmp_path: Path) -> None:
+    """torch raised a KeyError in the first step."""
+    first, second = run_ranks(refused_by_names, 2, tmp_path)
+    assert first == second
+    for words, said in zip(OTHERS, first, strict=True):
+        assert "is of another optimizer, or of other options: " in said
+        assert words in said
+
+
+def slowly(folder: Path) -> float:
+    """Saves with a disk that takes a twentieth of a second for 16 bytes, on one rank."""
+    loop = Loop(LAYOUTS["whole"], step_timeout_seconds=1.0)
+    saver, began = checkpoint.Saver(loop.state, folder), time.monotonic()
+    crc32 = zlib.crc32
+
+    def slow(content: Any, begin: int = 0) -> int:
+        time.sleep(0.05 * dist.get_rank())
+        return crc32(content, begin)
+
+    with (
+        mock.patch.object(files, "_PIECE_BYTES", 16),
+        mock.patch.object(files.zlib, "crc32", slow),
+    ):
+        saver.save(1, wait=True)
+        saver.close()
+    return time.monotonic() - began
+
+
+def test_a_save_may_take_longer_than_a_step(tmp_path: Path) -> None:
+    """What counts is whether the writer goes on. The fault matrix has one that stalls."""
+    assert min(run_ranks(slowly, 2, tmp_path)) > 2
+    assert len(pipegrad.load(tmp_path)) == len(tied().state_dict())
 
 
 def one_rank(folder: Path) -> str:

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
-from pipegrad.checkpoint import files, writing
+from pipegrad.checkpoint import files, saving
 from pipegrad.checkpoint.folders import checkpoints
 from pipegrad.errors import PipegradError
 from pipegrad.train.run import Report, run
@@ -107,7 +107,7 @@ def full_disk(step: int) -> Any:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(path, *arguments)
 
-    return mock.patch.object(writing, "write", written)
+    return mock.patch.object(saving, "write", written)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_a_checkpoint_has_the_values_of_its_step_though_the_training_goes_on(fol
         assert has_come.wait(60)
         return write(*arguments)
 
-    with mock.patch.object(writing, "write", slow):
+    with mock.patch.object(saving, "write", slow):
         settings = ["train.output=slow", "train.save_every=4", "train.keep_last=9"]
         assert ran(folder, *settings, after=after).code == 0
     slowly, whole = folder / "slow", through(folder)
