@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.cuda import _gpu_trace as gpu_trace  # where torch's own sanitizer listens too
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import _WrappedHook as WrappedHook
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # its documented home
     is_traceable_wrapper_subclass,
@@ -38,6 +39,7 @@ __all__ = [
     "PipelineStageBase",
     "TorchDispatchMode",
     "TreeSpec",
+    "WrappedHook",
     "gpu_trace",
     "tree_flatten",
     "tree_map",

@@ -30,13 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError, TopologyError, in_words
-from pipegrad.partition.structural.stage_module import OwnLayer
+from pipegrad.partition.cutting.stage_module import OwnLayer
+from pipegrad.partition.hf.conventions import SHIFTED
+from pipegrad.partition.refusals import refuse
 
 LENGTH = "_pipegrad_length"  # of the whole text: what a step in chunks is given beside the batch
-SHIFTED = "shift_labels"  # the target of such a step
 WHOLE = ("attention_mask", "position_ids")  # of texts, which each chunk gets whole
 TEXTS = ("input_ids", "inputs_embeds", "token_type_ids", "labels", *WHOLE)
 _KEYS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # layers of a cache with nothing but keys
+_CANNOT = "the model cannot carry a cache between chunks of time"
 _LARGEST_STEP = 128  # tokens: lengths of chunks are multiples of it, if they are long
 _FEWEST_STEPS = 16  # of a chunk
 
@@ -100,11 +102,6 @@ class _Carried:
     carried: Any = None
     past = end = length = cumulative_length = 0
     is_updated = False
-
-    def begin(self, carried: Any, past: int, end: int, length: int) -> None:
-        """Takes what earlier chunks have handed on."""
-        self.carried, self.past, self.end, self.length = carried, past, end, length
-        self.cumulative_length = past
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Returns keys and values of this chunk, behind those before it that attention sees."""
@@ -190,16 +187,17 @@ class CarriedCache:
             n for n, x in given.items() if isinstance(x, Tensor) and n not in (*TEXTS, "target")
         ]
         wrong += [n for n in ("logits_to_keep",) if n not in wrong and given.get(n)]
-        if wrong:
-            raise StepError(
-                f"{sorted(wrong)} cannot be cut into chunks of time: these take texts alone, as "
-                f"{list(TEXTS)}"
-            )
-        self._check_mask(given.get(WHOLE[0]))
         text: Any = given.get("input_ids")
         text = given.get("inputs_embeds") if text is None else text
-        if text is None:
-            raise StepError("input_ids, or inputs_embeds, are needed to cut a text into chunks")
+        refuse(
+            StepError,
+            {
+                f"{sorted(wrong)} cannot be cut into chunks of time: these take texts alone, as "
+                f"{list(TEXTS)}": wrong,
+                "input_ids, or inputs_embeds, are needed to cut a text into chunks": text is None,
+            },
+        )
+        self._check_mask(given.get(WHOLE[0]))
         values = {**given, LENGTH: text.shape[1]}
         labels = given.get("labels")
         if shifted is not None and isinstance(labels, Tensor):
@@ -302,7 +300,8 @@ class CarriedCache:
         for index, layer in enumerate(result.layers):
             if type(layer).__name__ in _KEYS:
                 result.layers[index] = _carried_kind()()
-                result.layers[index].begin(layers.get(index), past, end, length)
+                at = {"past": past, "end": end, "length": length, "cumulative_length": past}
+                vars(result.layers[index]).update(at, carried=layers.get(index))
         return result
 
 
@@ -387,15 +386,14 @@ def carried_by(inner: Any, carry: str | None) -> CarriedCache | None:
         return None
     if carry != "cache":
         raise TopologyError(f"carry is {carry!r}, expected None or 'cache'")
-    if reason := _why_not(inner):
-        raise TopologyError(f"the model cannot carry a cache between chunks of time: {reason}")
+    if inner is None:
+        raise TopologyError(f"{_CANNOT}: only models of transformers have one")
+    _check_model(inner)
     return CarriedCache(inner)
 
 
-def _why_not(inner: Any) -> str:
-    """Returns why gradients of chunks would not be those of the whole text; "" if they are."""
-    if inner is None:
-        return "only models of transformers have one"
+def _check_model(inner: Any) -> None:
+    """Refuses a model of which the gradients of chunks would not be those of the whole text."""
     kind, config = type(inner).__name__, inner.config.get_text_config(decoder=True)
     takes = inspect.signature(inspect.unwrap(type(inner).forward)).parameters
     ahead = [
@@ -404,29 +402,20 @@ def _why_not(inner: Any) -> str:
         if getattr(part, "layer_idx", None) is not None
         and getattr(part, "is_causal", True) is False
     ]
-    reason = ""
-    if inner.config.is_encoder_decoder:
-        reason = f"{kind} has an encoder, which sees the text as a whole"
-    elif "past_key_values" not in takes:
-        reason = f"{kind} takes no past_key_values"
-    elif ahead:
-        reason = f"{ahead[0]} sees later tokens, too"
-    elif getattr(config, "output_router_logits", False):
-        reason = (
-            "output_router_logits adds a balance loss, which is a mean over the whole text and no "
-            "sum over its chunks: set it to False"
-        )
-    if reason:
-        return reason
+    kinds, failure = list[str](), ""
     try:
         kinds = [type(layer).__name__ for layer in _empty(config).layers]
     except Exception as error:  # noqa: BLE001 - whatever a configuration lacks
-        return f"transformers makes none for {kind} ({in_words(error)})"
-    if not kinds:
-        reason = f"transformers makes none for {kind}"
-    elif others := {*kinds} - {*_KEYS, "DummyLayer"}:
-        reason = (
-            f"it has {sorted(others)}, and only keys and values of attention are handed on with "
-            f"their gradient"
-        )
-    return reason
+        failure = f" ({in_words(error)})"
+    others = {*kinds} - {*_KEYS, "DummyLayer"}
+    reasons = {
+        f"{kind} has an encoder, which sees the text as a whole": inner.config.is_encoder_decoder,
+        f"{kind} takes no past_key_values": "past_key_values" not in takes,
+        f"{[*ahead, ''][0]} sees later tokens, too": ahead,
+        "output_router_logits adds a balance loss, which is a mean over the whole text and no sum "
+        "over its chunks: set it to False": getattr(config, "output_router_logits", False),
+        f"transformers makes none for {kind}{failure}": not kinds,
+        f"it has {sorted(others)}, and only keys and values of attention are handed on with their "
+        f"gradient": others,
+    }
+    refuse(TopologyError, {f"{_CANNOT}: {words}": holds for words, holds in reasons.items()})

@@ -17,17 +17,12 @@ from torch import Tensor, nn
 
 from pipegrad.errors import TopologyError
 from pipegrad.model.wrappers import DDP, FSDP1, FSDP2, wrapper_of
-from pipegrad.partition.boundaries import Layer, starts_of
 from pipegrad.partition.carried_cache import carried_by
-from pipegrad.partition.conventions import (
-    LOSS,
-    ROUTED,
-    Conventions,
-    inner_model,
-    sample_of,
-)
 from pipegrad.partition.cut_model import Cut, Source
-from pipegrad.partition.layers import (
+from pipegrad.partition.cutting.boundaries import Layer, starts_of
+from pipegrad.partition.cutting.calls import Call
+from pipegrad.partition.cutting.flow import flow_of
+from pipegrad.partition.cutting.layers import (
     Part,
     has_state,
     is_sequential,
@@ -36,11 +31,17 @@ from pipegrad.partition.layers import (
     sequential_layers,
     sequential_parts,
 )
-from pipegrad.partition.structural.calls import Call
-from pipegrad.partition.structural.flow import flow_of
-from pipegrad.partition.structural.parts import parts_of, returned_beside, returned_tensors
-from pipegrad.partition.structural.stage_module import StageModule
-from pipegrad.partition.weights.pretrained import meta_model
+from pipegrad.partition.cutting.parts import parts_of
+from pipegrad.partition.cutting.stage_module import StageModule
+from pipegrad.partition.hf.conventions import (
+    LOSS,
+    ROUTED,
+    Conventions,
+    inner_model,
+    sample_of,
+)
+from pipegrad.partition.hf.pretrained import meta_model
+from pipegrad.partition.refusals import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -96,8 +97,13 @@ class Cutter:
             WeightsError: If adapters of peft could not be saved from the stages.
         """
         way = how or ("sequential" if is_sequential(model) else "structural")
-        if way not in WAYS:
-            raise TopologyError(f"how is {how!r}, expected one of {list(WAYS)}")
+        refuse(
+            TopologyError,
+            {
+                f"how is {how!r}, expected one of {list(WAYS)}": way not in WAYS,
+                f"loss is {loss!r}, expected 'own' or 'chunked'": loss not in ("own", "chunked"),
+            },
+        )
         _check_model(model)
         _check_types(num_stages, by, boundaries, example)
         carried = carried_by(inner_model(model), carry)
@@ -112,7 +118,7 @@ class Cutter:
             layers, starts, parts, not_returned = _structural(
                 model, num_stages, by, boundaries, example
             )
-        head = _head_of(model, parts[-1].module, way) if _is_chunked(loss) else ""
+        head = _head_of(model, parts[-1].module, way) if loss == "chunked" else ""
         return Cut(
             model,
             parts,
@@ -214,52 +220,48 @@ _WRAPPERS = {  # and what takes their place
 _CALLS = {FSDP2: "fully_shard()"}  # who called it has seen no name of a class
 
 
-def _wrapper_around(model: nn.Module) -> str:
-    """Returns the name of what has wrapped a model, or a part of it; "" if nothing has."""
-    if hasattr(model, "_orig_mod"):
-        return _COMPILE
-    return "DataParallel" if isinstance(model, nn.DataParallel) else wrapper_of(model)
-
-
 def _check_model(model: object) -> None:
     """Refuses what is no uncut model."""
     if not isinstance(model, nn.Module):
         raise TopologyError(f"the model is a {type(model).__name__}, expected an nn.Module")
-    if isinstance(model, StageModule):
-        raise TopologyError("the model is a stage of a cut already: cut the uncut model")
-    if wrapper := _wrapper_around(model):
-        raise TopologyError(
+    wrapper = "DataParallel" if isinstance(model, nn.DataParallel) else wrapper_of(model)
+    if hasattr(model, "_orig_mod"):
+        wrapper = _COMPILE
+    refuse(
+        TopologyError,
+        {
+            "the model is a stage of a cut already: cut the uncut model": isinstance(
+                model, StageModule
+            ),
             f"the model is wrapped: remove {_CALLS.get(wrapper, wrapper)}, and cut the model "
-            f"itself. {_WRAPPERS[wrapper]}"
-        )
-    # accelerate exchanges the forward of a model for mixed precision.
-    if "forward" in vars(model):
-        raise TopologyError(
+            f"itself. {_WRAPPERS.get(wrapper)}": wrapper,
+            # accelerate exchanges the forward of a model for mixed precision.
             f"accelerate's prepare() or a Trainer has changed the forward of the "
-            f"{type(model).__name__}: cut the model before"
-        )
+            f"{type(model).__name__}: cut the model before": "forward" in vars(model),
+        },
+    )
 
 
 def _check_types(num_stages: object, by: object, boundaries: object, example: object) -> None:
-    if not isinstance(num_stages, int) or isinstance(num_stages, bool):
-        raise TopologyError(f"num_stages is {num_stages!r}, expected an integer")
-    if not isinstance(by, str | Sequence):
-        raise TopologyError(f"by is {by!r}, expected a name, or a number for each layer")
-    if boundaries is not None and (
-        isinstance(boundaries, str) or not isinstance(boundaries, Sequence)
-    ):
-        raise TopologyError(f"boundaries is {boundaries!r}, expected a list of indices or names")
-    if example is not None and not isinstance(example, Mapping):
-        raise TopologyError(
+    are_listed = isinstance(boundaries, Sequence) and not isinstance(boundaries, str)
+    refuse(
+        TopologyError,
+        {
+            f"num_stages is {num_stages!r}, expected an integer": (
+                not isinstance(num_stages, int) or isinstance(num_stages, bool)
+            ),
+            f"by is {by!r}, expected a name, or a number for each layer": not isinstance(
+                by, str | Sequence
+            ),
+            f"boundaries is {boundaries!r}, expected a list of indices or names": (
+                boundaries is not None and not are_listed
+            ),
             f"example is a {type(example).__name__}, expected the keyword arguments of the model's "
-            f"forward, as {{'input_ids': ids}}"
-        )
-
-
-def _is_chunked(loss: object) -> bool:
-    if loss not in ("own", "chunked"):
-        raise TopologyError(f"loss is {loss!r}, expected 'own' or 'chunked'")
-    return loss == "chunked"
+            f"forward, as {{'input_ids': ids}}": (
+                example is not None and not isinstance(example, Mapping)
+            ),
+        },
+    )
 
 
 def _head_of(model: nn.Module, last: nn.Module, way: str) -> str:
@@ -308,10 +310,10 @@ def _structural(
     layers = [_layer(flow.calls[a:b], modules) for a, b in edges]
     starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
 
-    returned = returned_tensors(flow.returned)
+    returned = {n: x for n, x in flow.returned.items() if n not in flow.nested}
     others: tuple[str, ...] = ()
     # The model's own loss may add what has a name such as aux_loss, and need more than that.
-    losses = returned_beside(flow.returned, (LOSS, ROUTED))
+    losses = {n: x for n, x in flow.returned.items() if n.endswith((LOSS, ROUTED))}
     if "logits" in returned:
         others = tuple(n for n in returned if n != "logits" and not n.endswith(LOSS))
         returned = {"logits": returned["logits"]}

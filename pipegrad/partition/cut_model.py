@@ -15,24 +15,18 @@ from torch import nn
 from pipegrad.errors import TopologyError
 from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import AllTies, find_tied
-from pipegrad.partition.boundaries import Layer
 from pipegrad.partition.carried_cache import CarriedCache
-from pipegrad.partition.conventions import (
-    Conventions,
-    CutStage,
-    OwnLoss,
-    inner_model,
-    metrics_of,
-    sample_of,
-)
+from pipegrad.partition.cut_stage import CutStage, OwnLoss, metrics_of
+from pipegrad.partition.cutting.boundaries import Layer
+from pipegrad.partition.cutting.copies import without_memory
+from pipegrad.partition.cutting.layers import Part
 from pipegrad.partition.generation import generate
-from pipegrad.partition.layers import Part
-from pipegrad.partition.structural.shallow import without_memory
+from pipegrad.partition.hf.adapter import described, has_adapter, tuned_by
+from pipegrad.partition.hf.conventions import Conventions, inner_model, sample_of
+from pipegrad.partition.hf.gathered import gather_stages, tensors_of
+from pipegrad.partition.hf.pretrained import first_names, load_stages
+from pipegrad.partition.hf.saved import DEFAULT_SHARD_BYTES, save_stages
 from pipegrad.partition.uncut_use import refuse_uncut
-from pipegrad.partition.weights.adapter import described, has_adapter, has_tuned_layers
-from pipegrad.partition.weights.gathered import gather_stages, tensors_of
-from pipegrad.partition.weights.pretrained import first_names, load_stages, start_stages
-from pipegrad.partition.weights.saved import DEFAULT_SHARD_BYTES, save_stages
 from pipegrad.pipeline.stage import Stage
 
 if TYPE_CHECKING:
@@ -57,9 +51,9 @@ class Source:
 class Cut:
     """A model in stages. Stages share the uncut model's tensors, and have its names.
 
-    Stages have modes of their own, so call ``train()`` and ``eval()`` of `modules`, and not of the
-    uncut model. Once a Scheduler has this rank's stages, the uncut model runs no more, and has no
-    ``state_dict``: its other layers are trained elsewhere.
+    They are copies of its modules: call ``train()`` and ``eval()`` of `modules`, and register hooks
+    and choose adapters there, not in the uncut model. Once a Scheduler has this rank's stages, the
+    uncut model runs no more, and has no ``state_dict``: its other layers are trained elsewhere.
 
     `Scheduler` takes it in the place of stages. In other runtimes, such as those of
     ``torch.distributed.pipelining``, `modules` are the stages: each takes what earlier stages send
@@ -116,7 +110,7 @@ class Cut:
             self.uncut = described(model)
         elif inner_model(model) is not None:
             self.uncut = without_memory(model)
-        self._is_tuned = has_tuned_layers([model])
+        self._tuned = tuned_by([model])
         self._model = weakref.ref(model)
         self._held: tuple[int, ...] | None = None  # stages of this rank; None if all may be
         self._scheduler: Callable[[], Scheduler | None] = lambda: None  # weak: it has the stages
@@ -135,12 +129,12 @@ class Cut:
 
     def report(self) -> str:
         """Returns why the model is cut where it is: a table with a line for each stage."""
-        edges = list(pairwise([0, *self.boundaries, len(self.layers)]))
-        times = [sum(layer.time for layer in self.layers[a:b]) for a, b in edges]
-        saved = [sum(layer.saved_bytes for layer in self.layers[a:b]) for a, b in edges]
+        edges = pairwise([0, *self.boundaries, len(self.layers)])
+        stages = [self.layers[a:b] for a, b in edges]
+        times = [sum(layer.time for layer in layers) for layers in stages]
+        saved = [sum(layer.saved_bytes for layer in layers) for layers in stages]
         rows = [("stage", "layers", "parameters", "MiB", "time", "activations", "receives")]
-        for stage, ((first, end), part) in enumerate(zip(edges, self._parts, strict=True)):
-            layers = self.layers[first:end]
+        for stage, (layers, part) in enumerate(zip(stages, self._parts, strict=True)):
             held = {k: v for layer in layers for k, v in layer.parameters.items()}
             rows.append(
                 (
@@ -173,26 +167,24 @@ class Cut:
             TopologyError: If peft has added adapters behind the cut; on all ranks.
             WeightsError: If values are missing or cannot be read; on all ranks.
         """
-        if not self._is_tuned and has_tuned_layers(self.modules.values()):
+        model = self._model()
+        is_other = model is not None and tuned_by([model]) != self._tuned
+        if is_other or (not self._tuned and tuned_by(self.modules.values())):
             raise TopologyError(
-                "peft has added adapters to a model that was cut already, and neither the stages' "
-                "files nor their ties know them: wrap the model with get_peft_model(), then cut it"
+                "peft has added adapters to a model that was cut already, or has chosen others "
+                "there, and its stages do not know them: wrap the model with get_peft_model(), "
+                "then cut it"
             )
         self._held = tuple(sorted(stages))
         if scheduler is not None:
             self._scheduler = weakref.ref(scheduler)
         modules, source = [self.modules[stage] for stage in self._held], self.source
-        model = self._model()
         if model is not None and len(self._held) < self.num_stages:
             refuse_uncut(model, self.modules, self._held, is_saved=self.uncut is not None)
-        if source is None:
-            return
-        if source.directory is not None:
+        if source is not None:
             load_stages(
                 source.directory, self.uncut, modules, device=source.device, seed=source.seed
             )
-        elif source.seed is not None:
-            start_stages(self.uncut, modules, seed=source.seed, device=source.device)
 
     def begins(self, stages: Sequence[int]) -> dict[int, str]:
         """Returns digests of the first values of all stages, as far as this rank knows them.
@@ -319,10 +311,8 @@ class Cut:
             times = self._by
         if not all(times):
             times = [1.0] * len(times)
-        edges = [0, *self.boundaries, len(self.layers)]
-        at = slice(edges[stage], edges[stage + 1])
-        names = (layer.name for layer in self.layers[at])
-        return dict(zip(names, times[at], strict=True))
+        weights = {layer.name: time for layer, time in zip(self.layers, times, strict=True)}
+        return {name: weights[name] for name in self.layers_of(stage)}
 
     def stages(
         self, indices: Sequence[int], *, own_loss: bool = False, recompute: bool = False

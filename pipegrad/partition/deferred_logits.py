@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from numbers import Real
 from types import EllipsisType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +36,8 @@ def deferred(head: nn.Module) -> Iterator[None]:
 
         return _logits(_Steps(hidden, head), make)
 
-    before = vars(head).get("forward")
-    vars(head)["forward"] = forward
-    try:
+    with mock.patch.object(head, "forward", forward):
         yield
-    finally:
-        del vars(head)["forward"]
-        vars(head).update({} if before is None else {"forward": before})
 
 
 # What writes into its first argument.

@@ -14,11 +14,8 @@ says of itself travels with the result of the layer.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -33,13 +30,14 @@ from pipegrad.comm.watch import Bounded
 from pipegrad.errors import StepError, following, in_words
 from pipegrad.interop.private import tree_flatten
 from pipegrad.model.wrappers import is_fsdp2, is_imported_kind
-from pipegrad.partition.layers import Part
-from pipegrad.partition.structural.calls import Change, Watch, apply, find, roots_of
-from pipegrad.partition.structural.shallow import as_kind, twin
-from pipegrad.partition.structural.stage_module import OwnLayer
-from pipegrad.partition.structural.stand_ins import filled
-from pipegrad.partition.weights.files import like, listed
-from pipegrad.partition.weights.gathered import collected, tensors_by_name, tensors_of
+from pipegrad.partition.cutting.calls import Change, Watch, apply, find, roots_of
+from pipegrad.partition.cutting.copies import like, twin, with_class, with_tensors
+from pipegrad.partition.cutting.layers import Part
+from pipegrad.partition.cutting.stage_module import OwnLayer
+from pipegrad.partition.cutting.stand_ins import filled
+from pipegrad.partition.hf.files import listed
+from pipegrad.partition.hf.gathered import collected, tensors_by_name, tensors_of
+from pipegrad.partition.refusals import refuse
 from pipegrad.pipeline.scheduler import evaluating
 from pipegrad.plugins.written import written
 from pipegrad.topology import Topology
@@ -47,6 +45,7 @@ from pipegrad.topology import Topology
 _MOST_BYTES = 2**15  # of the message of a layer
 _MOST_SECONDS = 600.0  # for what one layer returns
 _ATOMS = (type(None), bool, int, float, str, torch.dtype)
+_TOLD = (*_ATOMS, torch.device, Tensor, dict)  # of an entry of a cache; the rest stays
 _CACHE = "transformers.cache_utils", "Cache"
 _GATHER = "gather the model by cut.gather(), and generate there"
 
@@ -168,8 +167,7 @@ def _received(layer: _Layer, caches: Sequence[Any], roots: Mapping[str, Any]) ->
         words = f"layer {layer.name!r} failed on rank {layer.rank}: {message}"
         raise following(StepError(words))
     packed, entries = message
-    opened = partial(_unpacked, caches=caches, link=link, rank=layer.rank)
-    result, changed = opened(packed)
+    result, changed = _unpacked(packed, caches, link, layer.rank)
     for change, values in zip(layer.changes, changed, strict=True):
         if values:
             apply(change, values, find(roots, change.path))
@@ -178,7 +176,7 @@ def _received(layer: _Layer, caches: Sequence[Any], roots: Mapping[str, Any]) ->
         cache, part = parts[at]
         while len(part.layers) <= index:
             part.layers.append(part.layer_class_to_replicate())
-        vars(part.layers[index]).update(opened(state))
+        vars(part.layers[index]).update(_unpacked(state, caches, link, layer.rank))
         if flag is not None:
             cache.is_updated[index] = flag
     return result
@@ -187,16 +185,17 @@ def _received(layer: _Layer, caches: Sequence[Any], roots: Mapping[str, Any]) ->
 def _entries(layer: _Layer, caches: Sequence[Any]) -> list[Any]:
     """Returns what the layer's entries in caches say of themselves, as plain data."""
     parts = [part for cache in caches for part in _parts_of(cache)]
-    return [
-        (at, i, flags.get(i), _packed(vars(part.layers[i]), ()))
-        for at, (cache, part) in enumerate(parts)
-        for flags in [getattr(cache, "is_updated", None) or {}]
-        for i in layer.indices
-        if i < len(part.layers)
-    ]
+    entries = list[Any]()
+    for at, (cache, part) in enumerate(parts):
+        flags = getattr(cache, "is_updated", None) or {}
+        for i in layer.indices:
+            if i < len(part.layers):
+                held = {k: x for k, x in vars(part.layers[i]).items() if isinstance(x, _TOLD)}
+                entries.append((at, i, flags.get(i), _packed(held, ())))
+    return entries
 
 
-class _Elsewhere(Tensor):
+class _RemoteCache(Tensor):
     """The shape of what a layer of another rank remembers. It stays one when it is copied."""
 
     @classmethod
@@ -218,65 +217,59 @@ def _parts_of(cache: Any) -> list[tuple[Any, Any]]:
     return [(cache, part) for part in parts if part is not None] or [(cache, cache)]
 
 
-def _packed(value: Any, caches: Sequence[Any], tensors: list[Tensor] | None = None) -> Any:
-    """Returns a value as plain data.
+def _packed(value: Any, caches: Sequence[Any], tensors: list[Tensor] | None = None) -> list[Any]:
+    """Returns a value as plain data: its containers with numbers of leaves, and the leaves.
 
     Args:
         value: What a layer returned, or the attributes of an entry of a cache.
         caches: That a layer may return.
-        tensors: Collects tensors. Without it their shapes are enough, and what is no plain data is
-            left out.
+        tensors: Collects tensors. Without it their shapes are enough.
     """
-    number = next((i for i, cache in enumerate(caches) if cache is value), None)
-    packed: Any = None
-    if isinstance(value, Tensor) and tensors is not None:
-        tensors.append(value)
-        packed = ["tensor", tuple(value.shape), value.dtype]
-    elif isinstance(value, Tensor):
-        is_number = value.numel() == 1 and not value.is_floating_point()  # such as a length
-        at = value.item() if is_number and not value.is_meta else None
-        packed = ["shape", tuple(value.shape), value.dtype, at]
-    elif type(value) in (tuple, list) and tensors is not None:
-        packed = [type(value).__name__, [_packed(x, caches, tensors) for x in value]]
-    elif type(value) is dict:
-        items = {key: _packed(x, caches, tensors) for key, x in value.items()}
-        packed = ["dict", {key: x for key, x in items.items() if x is not None}]
-    elif isinstance(value, _ATOMS):
-        packed = ["value", value]
-    elif number is not None:
-        packed = ["cache", number]
-    elif tensors is None and isinstance(value, torch.device):
-        packed = ["device", None]
-    elif tensors is not None:
-        kind = type(value).__name__
-        raise StepError(f"it returns a {kind}, which cannot be sent: {_GATHER}")
-    return packed
+    leaves, structure = tree_flatten(value, lambda x: type(x) not in (tuple, list, dict))
+    packed = [_packed_leaf(leaf, caches, tensors) for leaf in leaves]
+    return [structure.unflatten(range(len(leaves))), packed]
 
 
-def _unpacked(packed: Any, *, caches: Sequence[Any], link: Link, rank: int) -> Any:
+def _packed_leaf(leaf: Any, caches: Sequence[Any], tensors: list[Tensor] | None) -> list[Any]:
+    number = next((i for i, cache in enumerate(caches) if cache is leaf), None)
+    if isinstance(leaf, Tensor) and tensors is not None:
+        tensors.append(leaf)
+        return ["tensor", tuple(leaf.shape), leaf.dtype]
+    if isinstance(leaf, Tensor):
+        is_number = leaf.numel() == 1 and not leaf.is_floating_point()  # such as a length
+        at = leaf.item() if is_number and not leaf.is_meta else None
+        return ["shape", tuple(leaf.shape), leaf.dtype, at]
+    if isinstance(leaf, _ATOMS):
+        return ["value", leaf]
+    if isinstance(leaf, torch.device):
+        return ["device"]
+    if number is not None:
+        return ["cache", number]
+    raise StepError(f"it returns a {type(leaf).__name__}, which cannot be sent: {_GATHER}")
+
+
+def _unpacked(packed: Any, caches: Sequence[Any], link: Link, rank: int) -> Any:
     """Returns what `_packed` was given, with tensors that a rank sends, or that have a shape."""
-    opened = partial(_unpacked, caches=caches, link=link, rank=rank)
-    value: Any
-    match packed:
-        case "tensor", shape, dtype:
-            value = link.tensor(shape, dtype, rank)
-        case "shape", shape, dtype, None:
-            value = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Elsewhere)
-        case "shape", shape, dtype, number:
-            value = torch.full(shape, number, dtype=dtype, device=link.device)
-        case "dict", items:
-            value = {key: opened(x) for key, x in items.items()}
-        case "tuple", items:
-            value = tuple(map(opened, items))
-        case "list", items:
-            value = [opened(x) for x in items]
-        case "cache", number:
-            value = caches[number]
-        case "device", _:
-            value = torch.device("meta")
-        case _:
-            _, value = packed
-    return value
+
+    def opened(leaf: Any) -> Any:
+        match leaf:
+            case "tensor", shape, dtype:
+                return link.tensor(shape, dtype, rank)
+            case "shape", shape, dtype, None:
+                return torch.empty(shape, dtype=dtype, device="meta").as_subclass(_RemoteCache)
+            case "shape", shape, dtype, number:
+                return torch.full(shape, number, dtype=dtype, device=link.device)
+            case "cache", number:
+                return caches[number]
+            case ["device"]:
+                return torch.device("meta")
+            case _, value:
+                return value
+
+    skeleton, leaves = packed
+    values = [opened(leaf) for leaf in leaves]
+    numbers, structure = tree_flatten(skeleton)
+    return structure.unflatten([values[number] for number in numbers])
 
 
 def generate(
@@ -304,24 +297,25 @@ def generate(
 
     def check() -> str:
         config = named.get("generation_config") or getattr(uncut, "generation_config", None)
-        if named.get("max_time", getattr(config, "max_time", None)) is not None:
-            raise StepError("max_time would end the text of each rank at another token: leave it")
-        if getattr(uncut.config, "rescale_every", 0):
-            raise StepError(
-                f"the model divides its weights by powers of two when it generates, and they are "
-                f"trained: {_GATHER}"
-            )
         known = tensors_by_name(uncut)
         there = {id(known[n]) for stage in stages for n in tensors_by_name(stage) if n in known}
-        if lost := [n for n, x in uncut.named_parameters() if id(x) not in there]:
-            raise StepError(
+        lost = [n for n, x in uncut.named_parameters() if id(x) not in there]
+        parts = [part for stage in held for part in stages[stage].modules()]
+        refuse(
+            StepError,
+            {
+                "max_time would end the text of each rank at another token: leave it": (
+                    named.get("max_time", getattr(config, "max_time", None)) is not None
+                ),
+                f"the model divides its weights by powers of two when it generates, and they are "
+                f"trained: {_GATHER}": getattr(uncut.config, "rescale_every", 0),
                 f"no stage has {listed(lost)}: the sample of the cut did not use it, and "
-                f"generate() may: {_GATHER}"
-            )
-        if any(is_fsdp2(x) for stage in held for x in stages[stage].modules()):
-            raise StepError(
-                f"FSDP2 shards the stages, and gathers layers in a step alone: {_GATHER}"
-            )
+                f"generate() may: {_GATHER}": lost,
+                f"FSDP2 shards the stages, and gathers layers in a step alone: {_GATHER}": any(
+                    map(is_fsdp2, parts)
+                ),
+            },
+        )
         leaves = tree_flatten((inputs, dict(named)))[0]
         return written([x for x in leaves if isinstance(x, (*_ATOMS, Tensor))])
 
@@ -393,16 +387,14 @@ def _shared_model(
         new = filled(tensor.shape, dtypes.get(tensor.dtype, tensor.dtype), link.device)
         return like(tensor, new)
 
-    leaves = chain.from_iterable(tree_flatten(vars(part))[0] for part in uncut.modules())
-    memo: dict[int, Any] = {id(x): value(x) for x in leaves if isinstance(x, Tensor)}
-    memo |= {
+    memo = {
         id(uncut.get_submodule(name)): twin(stages[stage].get_submodule(name))
         for name, (stage, _) in layers.items()
         if stage in held
     }
-    model: Any = copy.deepcopy(uncut, memo)
+    model: Any = with_tensors(uncut, value, memo)
     for name, (_, layer) in layers.items():
-        shared = as_kind(model.get_submodule(name), SharedLayer)
+        shared = with_class(model.get_submodule(name), SharedLayer)
         vars(shared)["_pipegrad_shared"] = layer
     return model.eval()
 

@@ -27,6 +27,7 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import ConfigError, StepError
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.generation import Link
+from pipegrad.partition.refusals import refuse
 from pipegrad.pipeline.scheduler import Scheduler
 
 _STATE = "pipeline"  # the folder in a checkpoint that resumes a run on any layout
@@ -147,18 +148,22 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         """Refuses a method of a subclass, or of this object, that the loop would not call."""
         order = type(self).__mro__
         behind = order[order.index(PipelineTrainer) + 1]
-        if behind is not Trainer:
-            raise ConfigError(
+        methods = {name: getattr(self, name, None) for name in _NOT_CALLED}
+        own = {name: getattr(PipelineTrainer, name, None) for name in _NOT_CALLED}
+        refuse(
+            ConfigError,
+            {
                 f"PipelineTrainer hides methods of {behind.__name__}, which stands behind it: name "
-                f"PipelineTrainer last among the bases of {type(self).__name__}"
-            )
-        for name, advice in _NOT_CALLED.items():
-            method = getattr(getattr(self, name, None), "__func__", None)
-            if method is not getattr(PipelineTrainer, name, None):
-                raise ConfigError(
+                f"PipelineTrainer last among the bases of {type(self).__name__}": (
+                    behind is not Trainer
+                ),
+                **{
                     f"{type(self).__name__} overrides {name}, which has no effect in a pipeline: "
-                    f"{advice}"
-                )
+                    f"{_NOT_CALLED[name]}": getattr(method, "__func__", None) is not own[name]
+                    for name, method in methods.items()
+                },
+            },
+        )
 
     def _of_this_rank(self, optimizer: _Hf, **_options: _Hf) -> _Hf:
         """Returns an optimizer if it steps parameters of this rank; all ranks call it."""
@@ -345,19 +350,31 @@ def _refuse_clipping(*_args: object, **_named: object) -> NoReturn:
 
 def _check(cut: object, args: TrainingArguments, others: Mapping[str, _Hf]) -> None:
     """Refuses what cannot work in a pipeline."""
-    if not isinstance(cut, Cut) or cut.uncut is None:
-        raise ConfigError("cut is not what pipegrad.cut makes of a model of transformers")
-    for name in _REFUSED_OTHERS:
-        if others.get(name) is not None:
-            raise ConfigError(f"{name} cannot work in a pipeline: see the Scheduler and its cut")
-    if args.save_only_model and args.load_best_model_at_end:
-        raise ConfigError("save_only_model=True leaves nothing from which to load the best model")
-    if args.train_sampling_strategy == "batch_rebalance":
-        raise ConfigError("batch_rebalance gives each rank other rows: use 'group_by_length'")
-    if args.accelerator_config.split_batches:
-        raise ConfigError("split_batches=True has no effect: a batch is the rows of one replica")
     default = TrainingArguments.__dataclass_fields__
-    for name, advice in _REFUSED.items():
-        value = getattr(args, name)
-        if value and value != default[name].default:
-            raise ConfigError(f"{name}={value!r} cannot work in a pipeline: {advice}")
+    given = {name: getattr(args, name) for name in _REFUSED}
+    why = "cannot work in a pipeline"
+    refuse(
+        ConfigError,
+        {
+            "cut is not what pipegrad.cut makes of a model of transformers": (
+                not isinstance(cut, Cut) or cut.uncut is None
+            ),
+            **{
+                f"{name} {why}: see the Scheduler and its cut": others.get(name) is not None
+                for name in _REFUSED_OTHERS
+            },
+            "save_only_model=True leaves nothing from which to load the best model": (
+                args.save_only_model and args.load_best_model_at_end
+            ),
+            "batch_rebalance gives each rank other rows: use 'group_by_length'": (
+                args.train_sampling_strategy == "batch_rebalance"
+            ),
+            "split_batches=True has no effect: a batch is the rows of one replica": (
+                args.accelerator_config.split_batches
+            ),
+            **{
+                f"{name}={x!r} {why}: {_REFUSED[name]}": x and x != default[name].default
+                for name, x in given.items()
+            },
+        },
+    )

@@ -19,7 +19,7 @@ class _Refusal:
     """A hook that refuses what would read layers of other ranks.
 
     Args:
-        module: Of the uncut model. Its copies and its twins in stages have this hook, and may run.
+        module: Of the uncut model. Its copies, as in stages, have this hook, and may run.
         words: Why, and what to do.
     """
 
@@ -63,8 +63,6 @@ def refuse_uncut(
         f"here as they were before. Train by scheduler.step(), evaluate by scheduler.evaluate(), "
         f"and {save}"
     )
-    # Stages have twins of the modules around layers. What is inside of a layer they share.
-    shared = {id(part) for stage in stages.values() for part in stage.modules()}
     here = {id(p) for stage in held for p in stages[stage].parameters()}
 
     def refuse(*_: object, **__: object) -> NoReturn:
@@ -73,8 +71,7 @@ def refuse_uncut(
     for module in model.modules():
         if is_imported_kind(module, "peft.tuners.tuners_utils", "BaseTuner"):
             vars(module).update(dict.fromkeys(_MERGING, refuse))
-        is_shared = id(module) in shared or all(id(p) in here for p in module.parameters())
-        if module is model or not is_shared:
+        if module is model or any(id(p) not in here for p in module.parameters()):
             refusal = _Refusal(module, words)
             module.register_forward_pre_hook(refusal)
             module.register_state_dict_pre_hook(refusal)

@@ -22,7 +22,7 @@ from pipegrad.model.describe import make_manifest
 from pipegrad.model.manifest import Manifest
 from pipegrad.partition.cut import cut
 from pipegrad.partition.cut_model import Cut
-from pipegrad.partition.layers import is_sequential
+from pipegrad.partition.cutting.layers import is_sequential
 from pipegrad.pipeline.codings import CodecChoice, choice_of
 from pipegrad.pipeline.loss_message import TOKEN_MEAN
 from pipegrad.plan.check import refuse_bare_replicas

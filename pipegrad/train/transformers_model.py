@@ -19,8 +19,8 @@ from pipegrad import run_files
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import AgreementError, ConfigError, WeightsError
 from pipegrad.partition.cut_model import Cut, Source
-from pipegrad.partition.weights.files import extra
-from pipegrad.partition.weights.pretrained import meta_model
+from pipegrad.partition.hf.files import extra
+from pipegrad.partition.hf.pretrained import meta_model
 from pipegrad.plugins.registry import complaints_of
 from pipegrad.train.config import Config, beside
 from pipegrad.train.corpus import TOKENIZER, Tokenizer, tokenizer_file

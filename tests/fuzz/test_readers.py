@@ -36,7 +36,7 @@ from pipegrad.checkpoint.folders import INDEX as CHECKPOINT
 from pipegrad.comm import plain
 from pipegrad.errors import PipegradError, ScheduleError
 from pipegrad.orders import verify
-from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
+from pipegrad.partition.hf.files import INDEX, SINGLE, Weights, write_shard
 from pipegrad.picture import write_html
 from pipegrad.pipeline.edges import WORDS, Spec, header, read_header
 from pipegrad.schedules import build, lower, read_csv, write_csv

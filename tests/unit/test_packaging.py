@@ -227,6 +227,15 @@ def test_private_names_of_torch_are_where_they_are_known_to_be() -> None:
     assert {path for path, names in used.items() if names} == TORCH_PRIVATE
 
 
+def test_a_cut_knows_neither_hugging_face_nor_what_stands_on_top_of_both() -> None:
+    for folder, known in {"cutting": {"cutting"}, "hf": {"cutting", "hf", "refusals"}}.items():
+        names = {
+            name for path in sources(PACKAGE / "partition" / folder) for name, _ in imports(path)
+        }
+        inside = {name.split(".")[2] for name in names if name.startswith("pipegrad.partition.")}
+        assert inside <= known, folder
+
+
 def test_tables_of_hooks_are_read_where_private_names_are_and_where_modules_are_copied() -> None:
     tables = {name for name in vars(nn.Module()) if "hook" in name}
     tables |= {"_post_accumulate_grad_hooks", "hooks_dict_ref"}  # those of a tensor

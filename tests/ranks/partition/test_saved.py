@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 from pipegrad import find_tied
 from pipegrad.errors import AgreementError, WeightsError
-from pipegrad.partition.weights.files import INDEX
-from pipegrad.partition.weights.pretrained import load_stages, meta_model, start_stages
-from pipegrad.partition.weights.saved import save_stages
+from pipegrad.partition.hf.files import INDEX
+from pipegrad.partition.hf.pretrained import load_stages, meta_model
+from pipegrad.partition.hf.saved import save_stages
 from tests.support.gradients.cases import rank
 from tests.support.partition.hand_cut import FAMILIES, assert_same, tensors
 from tests.support.ranked import gathered
@@ -98,7 +98,7 @@ def test_a_mistake_of_one_rank_is_an_error_of_all(tmp_path: Path) -> None:
         *(one_failed, "rank 3: WeightsError: there is no directory", "elsewhere"),
     )
     fails(
-        lambda: start_stages(model, own_stages("llama", model, mesh).values(), seed=rank()),
+        lambda: load_stages(None, model, own_stages("llama", model, mesh).values(), seed=rank()),
         *("disagree on the seed of the stages", "3 on rank 3"),
     )
     fails(
@@ -108,7 +108,7 @@ def test_a_mistake_of_one_rank_is_an_error_of_all(tmp_path: Path) -> None:
     assert not (tmp_path / "empty" / ".pipegrad-part").exists()
     load_stages(whole, model, stages.values())
     sharded(stages, mesh)  # a rank that fails must not leave the others in a gather
-    with patch("pipegrad.partition.weights.saved.write_shard", fail):
+    with patch("pipegrad.partition.hf.saved.write_shard", fail):
         fails(
             lambda: save_stages(whole, model, stages),
             *("rank 0: WeightsError", "/0.safetensors cannot be written: No space left on device"),

@@ -189,7 +189,7 @@ def test_tools_of_peft_that_read_or_change_layers_are_refused(tmp_path: Path) ->
 
 
 def test_adapters_behind_a_cut_are_refused() -> None:
-    """Stages share what is inside of layers, so peft changed them: they trained without a word."""
+    """Peft freezes the parameters of the uncut model, which its stages share."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     base = small_qwen(transformers)
     parts, topology = cut(base, 2), Topology.create(pipeline=2)

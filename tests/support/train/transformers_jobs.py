@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegrad.partition.weights.pretrained import meta_model, start_stages
+from pipegrad.partition.hf.pretrained import load_stages, meta_model
 from tests.support import with_transformers  # noqa: F401
 
 SEED = 3
@@ -60,7 +60,7 @@ def with_config(folder: Path, **changes: object) -> Path:
 def uncut(config: Path) -> Any:
     """Returns the uncut model of a config.json, with the values that stages of it start from."""
     model = meta_model(config)
-    start_stages(model, [model], seed=SEED)
+    load_stages(None, model, [model], seed=SEED)
     return model
 
 

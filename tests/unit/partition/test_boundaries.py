@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipegrad.errors import TopologyError
-from pipegrad.partition.boundaries import Layer, cost_of, starts_of
+from pipegrad.partition.cutting.boundaries import Layer, cost_of, starts_of
 
 
 def layers(seed: int) -> list[Layer]:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import pipegrad
 from pipegrad.errors import PipegradError, StepError, TopologyError
 from pipegrad.partition.cut_model import Cut
-from pipegrad.partition.layers import layers_of
-from pipegrad.partition.structural.calls import Watch
-from pipegrad.partition.structural.flow import flow_of
+from pipegrad.partition.cutting.calls import Watch
+from pipegrad.partition.cutting.flow import flow_of
+from pipegrad.partition.cutting.layers import layers_of
 from tests.support.partition.families import GROUPED, ROUTED
 from tests.unit.partition.test_structural import TOKENS, WIDTH, backward, cut, linear, run
 
@@ -391,8 +391,10 @@ def test_hooks_that_a_forward_installs_are_there_once_however_often_the_model_is
 
     model, true = (Lazy(none, lambda *_: None, no_total) for _ in range(2))
     for num_stages in (2, 4):
-        check(model, cut(model, num_stages), true)
-    assert [len(part._forward_hooks) for part in model.layers] == [1] * 4
+        parts = cut(model, num_stages)
+        check(model, parts, true)
+        for stage in parts.modules.values():
+            assert [len(part._forward_hooks) for part in stage.layers] == [1] * 4
 
 
 def compare_with_uncut(model: Any, labels: Tensor, **more: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipegrad import cut
 from pipegrad.errors import StepError, TopologyError
-from pipegrad.partition.conventions import Conventions, sample_of
+from pipegrad.partition.hf.conventions import Conventions, sample_of
 from tests.support.partition.families import DECODER, ENCODER, FAMILIES, HEADS, Family
 from tests.support.partition.vision import SPREAD, VISION, seen
 

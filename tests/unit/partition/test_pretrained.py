@@ -14,15 +14,14 @@ import torch
 from torch import nn
 
 from pipegrad.errors import ConfigError, WeightsError
-from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
-from pipegrad.partition.weights.initial_values import _SeedByName
-from pipegrad.partition.weights.pretrained import (
+from pipegrad.partition.hf.files import INDEX, SINGLE, Weights, write_shard
+from pipegrad.partition.hf.initial_values import _SeedByName
+from pipegrad.partition.hf.pretrained import (
     first_names,
     load_stages,
     meta_model,
-    start_stages,
 )
-from pipegrad.partition.weights.saved import save_stages
+from pipegrad.partition.hf.saved import save_stages
 from tests.support.partition.hand_cut import FAMILIES, assert_same, joined, tensors
 
 
@@ -150,14 +149,14 @@ def test_initial_values_do_not_depend_on_the_cut(name: str, num_stages: int) -> 
     config = family.model().config
     kind = getattr(__import__("transformers"), family.kind)
     whole = meta_model(config, kind=kind)
-    start_stages(whole, [whole], seed=5)
+    load_stages(None, whole, [whole], seed=5)
 
     model = meta_model(config, kind=kind)
     stages = list(family.stages(model, num_stages).values())
     torch.manual_seed(99)
     before = torch.get_rng_state()
     for stage in random.Random(0).sample(stages, len(stages)):
-        start_stages(model, [stage], seed=5)
+        load_stages(None, model, [stage], seed=5)
     assert torch.equal(torch.get_rng_state(), before)
     assert_same(joined(stages), tensors(whole))
 
@@ -168,7 +167,7 @@ def test_initial_values_have_the_distributions_of_transformers(name: str) -> Non
     family = FAMILIES[name]
     theirs = family.model()
     model = meta_model(theirs.config, kind=type(theirs))
-    start_stages(model, [model], seed=5)
+    load_stages(None, model, [model], seed=5)
     expected = tensors(theirs)
     assert {n: t.shape for n, t in tensors(model).items()} == {
         n: t.shape for n, t in expected.items()
@@ -189,7 +188,7 @@ def test_initial_values_depend_on_the_seed_and_the_padding_row_stays_zero() -> N
     theirs = FAMILIES["llama"].model(pad_token_id=3)
     models = [meta_model(theirs.config, kind=type(theirs)) for _ in range(2)]
     for seed, model in enumerate(models):
-        start_stages(model, [model], seed=seed)
+        load_stages(None, model, [model], seed=seed)
         assert not model.lm_head.weight[3].any()
         assert model.lm_head.weight[2].all()
     assert not torch.equal(models[0].lm_head.weight, models[1].lm_head.weight)
@@ -223,10 +222,10 @@ def test_draws_by_other_modules_do_not_depend_on_the_cut() -> None:
         family = FAMILIES[name]
         config = family.model(tie_word_embeddings=name == "gpt2").config
         whole, model = meta_model(config, kind=kind), meta_model(config, kind=kind)
-        start_stages(whole, [whole], seed=5)
+        load_stages(None, whole, [whole], seed=5)
         stages = list(family.stages(model, 3).values())
         for stage in stages:
-            start_stages(model, [stage], seed=5)
+            load_stages(None, model, [stage], seed=5)
         assert_same(joined(stages), tensors(whole))
         wholes.append(whole)
     assert wholes[0].transformer.h[2].mlp.c_proj.weight.std() > 0.08
@@ -249,7 +248,7 @@ def test_a_model_that_leaves_a_tensor_out_is_refused() -> None:
 
     model = meta_model(FAMILIES["gpt2"].model().config, kind=Lazy)
     with pytest.raises(WeightsError, match="does not initialise extra_count, extra_scale by its"):
-        start_stages(model, [model], seed=0)
+        load_stages(None, model, [model], seed=0)
 
 
 def test_a_parameter_that_is_made_on_the_cpu_is_read_too(tmp_path: Path) -> None:
@@ -280,7 +279,7 @@ def test_frozen_parameters_stay_frozen(tmp_path: Path) -> None:
         if fill == "load":
             load_stages(tmp_path, model, [model])
         else:
-            start_stages(model, [model], seed=0)
+            load_stages(None, model, [model], seed=0)
         assert not model.lm_head.weight.requires_grad
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert model.model.norm.weight.requires_grad
@@ -418,7 +417,7 @@ def test_a_stage_with_other_names_is_refused(tmp_path: Path) -> None:
 PEAK = """
 import sys, torch
 from pathlib import Path
-from pipegrad.partition.weights.pretrained import load_stages, meta_model
+from pipegrad.partition.hf.pretrained import load_stages, meta_model
 from tests.support.partition.hand_cut import FAMILIES
 
 def peak():

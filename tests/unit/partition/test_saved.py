@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 import pipegrad
 from pipegrad import find_tied
 from pipegrad.errors import WeightsError
-from pipegrad.partition.weights.files import INDEX, Weights, write_shard
-from pipegrad.partition.weights.pretrained import meta_model
-from pipegrad.partition.weights.saved import save_stages
+from pipegrad.partition.hf.files import INDEX, Weights, write_shard
+from pipegrad.partition.hf.pretrained import meta_model
+from pipegrad.partition.hf.saved import save_stages
 from tests.support.partition.hand_cut import FAMILIES, assert_same, logits, tensors
 
 TWO = 80_000  # bytes of a file: a small llama has two
@@ -85,7 +85,7 @@ def test_a_stage_saves_a_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
         sizes.append(sum(tensor.nbytes for tensor in shard.values()))
         write_shard(path, shard)
 
-    monkeypatch.setattr("pipegrad.partition.weights.saved.write_shard", note)
+    monkeypatch.setattr("pipegrad.partition.hf.saved.write_shard", note)
     family = FAMILIES["mixtral"]
     model = family.model()
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
@@ -121,7 +121,7 @@ def test_a_write_that_fails_leaves_the_older_model(
     def full(path: Path, _: object) -> None:
         raise WeightsError(f"{path} cannot be written: No space left on device")
 
-    monkeypatch.setattr("pipegrad.partition.weights.saved.write_shard", full)
+    monkeypatch.setattr("pipegrad.partition.hf.saved.write_shard", full)
     with pytest.raises(WeightsError, match=r"0.safetensors cannot be written: No space"):
         save_stages(tmp_path, new, family.stages(new), tied=find_tied(new))
     assert files(tmp_path) == before

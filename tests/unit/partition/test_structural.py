@@ -15,10 +15,10 @@ from torch.nn.utils.parametrizations import weight_norm
 from pipegrad import cut as cut_of
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.partition.cut_model import Cut
-from pipegrad.partition.layers import has_state, is_weighty, layers_of
-from pipegrad.partition.structural.calls import Source
-from pipegrad.partition.structural.flow import flow_of
-from pipegrad.partition.structural.shallow import shallow, twin, without_memory
+from pipegrad.partition.cutting.calls import Source
+from pipegrad.partition.cutting.copies import twin, without_memory
+from pipegrad.partition.cutting.flow import flow_of
+from pipegrad.partition.cutting.layers import has_state, is_weighty, layers_of
 from tests.support.partition.families import FAMILIES
 
 WIDTH = 4
@@ -509,10 +509,3 @@ def test_parametrized_modules_have_twins() -> None:
     assert dict(copied.named_parameters()) == dict(model.named_parameters())
     described = without_memory(model)
     assert all(parameter.is_meta for parameter in described.parameters())
-    # A shallow copy shares what is not replaced.
-    chain, other = Chain(), linear()
-    shared: Any = shallow(chain, {id(chain.layers[1]): other})
-    assert shared.layers[1] is other
-    assert shared.layers[0] is chain.layers[0]
-    assert shared.embed is chain.embed
-    assert chain.layers[1] is not other

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipegrad.errors import ConfigError, WeightsError
-from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, extra, listed, write_shard
+from pipegrad.partition.hf.files import INDEX, SINGLE, Weights, extra, listed, write_shard
 
 TENSORS = {
     "a.weight": torch.arange(6.0).reshape(2, 3),
@@ -51,7 +51,7 @@ def test_a_tensor_stays_when_its_file_is_written_again(tmp_path: Path) -> None:
     write_shard(tmp_path / SINGLE, {"x": torch.ones(1000)})
     weights = Weights(tmp_path)
     tensor = weights.read("x")
-    weights.close()
+    del weights
     (tmp_path / SINGLE).write_bytes(bytes(4096))
     assert torch.equal(tensor, torch.ones(1000))
     tensor += 1  # in memory of its own
@@ -124,6 +124,6 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     def lacks(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr("pipegrad.partition.weights.files.importlib.import_module", lacks)
+    monkeypatch.setattr("pipegrad.partition.hf.files.importlib.import_module", lacks)
     with pytest.raises(ConfigError, match=r"library safetensors: pip install 'pipegrad\[hf\]'"):
         extra("safetensors.torch")

@@ -1,7 +1,6 @@
-"""Conventions: what models of transformers take and return, and the stage that keeps to it.
+"""Conventions: what models of transformers take and return.
 
-A stage of a cut is given everything that no stage names, as the uncut model would be. Models that
-are none of transformers have no conventions, and compute no loss of their own.
+Models that are none of transformers have no conventions, and compute no loss of their own.
 
 [Note: tokens of images] A text has tokens in which a model of images, videos or sounds puts what it
 has computed of these, in their order. So these tokens tell how many rows of such an input belong to
@@ -26,10 +25,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,17 +33,14 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.model.wrappers import is_imported_kind
-from pipegrad.partition.carried_cache import SHIFTED, CarriedCache, shifted_loss
-from pipegrad.partition.deferred_logits import deferred
-from pipegrad.partition.layers import Part
-from pipegrad.partition.weights.adapter import adapter_kinds, kind_of_prompt
-from pipegrad.pipeline.activation_checkpoint import Recompute
-from pipegrad.pipeline.stage import BatchRules, Stage, fields_of, inner_module, parameters_of
+from pipegrad.partition.hf.adapter import adapter_kinds, kind_of_prompt
+from pipegrad.partition.refusals import refuse
+from pipegrad.pipeline.stage import inner_module, parameters_of
 
 _Tensors = dict[str, Tensor]  # by name
 
-BATCH = "**batch"  # what a step is given by name, and no stage names
 LOSS = "loss"
+SHIFTED = "shift_labels"  # labels that are those of the next token already
 _IGNORED = -100  # a label that has no loss
 _SAMPLE_ROWS = 2
 _SAMPLE_TOKENS = 61  # a prime: no dimension of a model has this size
@@ -56,6 +49,7 @@ _LIMITS = ("max_position_embeddings", "max_target_positions")
 _COLLECTED = ("output_hidden_states", "output_attentions")
 _ROUTED = "output_router_logits"  # the model's loss has a balance loss of all layers then
 ROUTED = "router_logits"  # how names end of what it returns then: a tensor for each layer
+_DROPPED = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 # What changes by what the loss is divided.
 _DIVISORS = ("num_items_in_batch", "shift_labels")
 # Heads whose loss is one mean: over labels that are not ignored, or over samples.
@@ -98,8 +92,7 @@ _CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForVideoClas
 _NUMBERS = ("regression", "multi_label_classification")
 _DECODED = ("decoder_input_ids", "decoder_inputs_embeds")
 _MAKES_INPUTS = "prepare_decoder_input_ids_from_labels"
-_MOST_OFF = 2e-4  # the error of a loss in parts, relative to the loss
-_ASK = (
+ASK = (
     "make the Scheduler with loss_fn= and loss_reduction='token_mean', where loss_fn returns (sum "
     "of losses, number of labels)"
 )
@@ -210,21 +203,17 @@ class Conventions:
         parts = [part for part in vars(inner.config).values() if hasattr(part, "model_type")]
         for config in (inner.config, *parts):
             collected = [name for name in _COLLECTED if getattr(config, name, False) is True]
-            if collected:
-                raise TopologyError(
-                    f"the configuration of {self._model} sets {collected}, which collects values "
-                    f"of layers on all stages: set them to False"
-                )
-            dropped = [
-                name
-                for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-                if getattr(config, name, 0)
-            ]
-            if dropped:
-                raise TopologyError(
-                    f"the configuration of {self._model} sets {dropped}, which skips layers at "
-                    f"random, and ranks would skip different ones: set them to 0"
-                )
+            dropped = [name for name in _DROPPED if getattr(config, name, 0)]
+            what = f"the configuration of {self._model} sets"
+            refuse(
+                TopologyError,
+                {
+                    f"{what} {collected}, which collects values of layers on all stages: set them "
+                    f"to False": collected,
+                    f"{what} {dropped}, which skips layers at random, and ranks would skip "
+                    f"different ones: set them to 0": dropped,
+                },
+            )
 
     def arguments(self, batch: Mapping[str, object]) -> dict[str, object]:
         """Returns the arguments of the model for a microbatch.
@@ -234,32 +223,26 @@ class Conventions:
         """
         collected = [name for name in self._collected if batch.get(name)]
         cached = ["past_key_values"] if self._defaults and batch.get("past_key_values") else []
-        if collected or cached:
-            raise StepError(
+        divisors = [name for name in _DIVISORS if self.labels and batch.get(name) is not None]
+        tokens = batch.get("input_ids")
+        length = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.dim() > 1 else 0
+        refuse(
+            StepError,
+            {
                 f"{[*collected, *cached]} cannot be had in a pipeline: layers of other stages "
                 f"would have to give them. {_ROUTED} goes into the configuration before the cut, "
-                f"or into the cut's example"
-            )
-        tokens = batch.get("input_ids")
-        if (
-            self._positions
-            and isinstance(tokens, Tensor)
-            and batch.get("position_ids") is None
-            and tokens.dim() > 1
-            and tokens.shape[1] > self._positions
-        ):
-            raise StepError(
-                f"texts have {tokens.shape[1]} tokens, and {self._model} has positions for "
-                f"{self._positions} ({_LIMITS[0]}): cut them off, or into pieces"
-            )
-        if batch.get("return_dict") is False and self._defaults:
-            raise StepError("return_dict is False, and a pipeline needs the names of the outputs")
-        divisors = [name for name in _DIVISORS if self.labels and batch.get(name) is not None]
-        if divisors:
-            raise StepError(
+                f"or into the cut's example": collected or cached,
+                f"texts have {length} tokens, and {self._model} has positions for "
+                f"{self._positions} ({_LIMITS[0]}): cut them off, or into pieces": (
+                    0 < self._positions < length and batch.get("position_ids") is None
+                ),
+                "return_dict is False, and a pipeline needs the names of the outputs": (
+                    batch.get("return_dict") is False and self._defaults
+                ),
                 f"{divisors} cannot be given in a pipeline: its loss is the mean over all labels "
-                f"of the batch already, which it counts itself"
-            )
+                f"of the batch already, which it counts itself": divisors,
+            },
+        )
         return (self._without_unseen(batch) if self._is_known else dict(batch)) | self._defaults
 
     def _of_kinds(self, batch: Mapping[str, object]) -> Iterator[tuple[str, Tensor, _Tensors]]:
@@ -339,30 +322,27 @@ class Conventions:
             StepError: If the model leaves labels out that count, or if there are further labels.
         """
         others = [n for n, x in arguments.items() if "label" in n and x is not None]
-        if others := sorted({*others} - {*self.labels}):
-            raise StepError(
-                f"{others} are given beside {list(labels)}, and a microbatch weighs by the latter "
-                f"alone: leave {others} out, or {_ASK}"
-            )
+        others = sorted({*others} - {*self.labels})
         text: Any = arguments.get("input_ids", arguments.get("inputs_embeds"))
-        for name in _SPAN:
-            answers: Any = labels.get(name)
-            if answers is not None and text is not None and (answers >= text.shape[1]).any():
-                raise StepError(
-                    f"{name} has answers behind the end of the text of {text.shape[1]} tokens. The "
-                    f"model ignores each end there by itself, so its loss is no mean over samples: "
-                    f"label an answer that is cut off with 0 at both ends"
-                )
+        length = math.inf if text is None else text.shape[1]
+        answers: Any = {n: labels[n] for n in _SPAN if labels.get(n) is not None}
+        late = [n for n, x in answers.items() if (x >= length).any()]
         label: Any = labels.get("labels")
-        for name in self._masks:
-            mask: Any = arguments.get(name)
-            if mask is None or label is None:
-                continue
-            if (self._counts(label) & (mask == 0)).any():
-                raise StepError(
-                    f"labels count where {name} is 0, and the loss of {self._model} leaves these "
-                    f"out: set them to {_IGNORED}"
-                )
+        masks: Any = {n: arguments[n] for n in self._masks if arguments.get(n) is not None}
+        masks = {} if label is None else masks
+        masked = [n for n, mask in masks.items() if (self._counts(label) & (mask == 0)).any()]
+        refuse(
+            StepError,
+            {
+                f"{others} are given beside {list(labels)}, and a microbatch weighs by the latter "
+                f"alone: leave {others} out, or {ASK}": others,
+                f"{', '.join(late)} has answers behind the end of the text of {length} tokens. The "
+                f"model ignores each end there by itself, so its loss is no mean over samples: "
+                f"label an answer that is cut off with 0 at both ends": late,
+                f"labels count where {', '.join(masked)} is 0, and the loss of {self._model} "
+                f"leaves these out: set them to {_IGNORED}": masked,
+            },
+        )
 
     def weight(self, labels: Mapping[str, object]) -> Tensor:
         """Returns how many labels have a loss: the weight of the loss of a microbatch.
@@ -542,216 +522,3 @@ def sample_of(model: nn.Module) -> dict[str, object]:
     if config.is_encoder_decoder:
         sample["decoder_input_ids"] = tokens[:, : tokens.shape[1] - 2]
     return sample
-
-
-class CutStage(Stage):
-    """A stage of a cut, as a Scheduler runs it.
-
-    Args:
-        part: The stage.
-        index: Which one.
-        conventions: What the model takes and returns.
-        is_last: Whether it is the last one.
-        labels: Names of what the model's own loss needs; empty if it is not wanted.
-        head: The layer whose logits wait until all are needed; "" if none do.
-        recompute: As `Stage`.
-        layers: Its layers; see `Stage.layers`.
-        carry: What it carries between chunks of time, if it can.
-        shifts: Whether labels are shifted before time is cut, for the model's own loss.
-    """
-
-    def __init__(
-        self,
-        part: Part,
-        index: int,
-        conventions: Conventions,
-        *,
-        is_last: bool,
-        labels: Sequence[str],
-        head: str,
-        recompute: bool,
-        layers: Mapping[str, float],
-        carry: CarriedCache | None = None,
-        shifts: bool = False,
-    ) -> None:
-        self._metrics = metrics_of(part) if labels else ()
-        outputs = (*part.outputs, *self._metrics, LOSS) if labels else part.outputs
-        inputs = (*part.inputs, BATCH)
-        carried = ("cache",) if carry else ()
-        super().__init__(part.module, index, inputs, outputs, recompute=recompute, carry=carried)
-        self._carry, self._shifts = carry, shifts
-        self.layers = layers
-        self._conventions = conventions
-        self._names = part.outputs if is_last else None
-        self._labels = labels
-        self._is_proven = not labels  # see [Note: one mean]
-        self._head = head
-
-    @property
-    def rules(self) -> BatchRules:
-        """What the model knows of what a step is given."""
-        known = self._conventions
-        return BatchRules(known.accepts, known.rows_of, known.samples_along, self._in_time)
-
-    def _in_time(
-        self, given: Mapping[str, object]
-    ) -> tuple[Mapping[str, object], Mapping[str, int | None]]:
-        """Returns what may be cut into chunks of time; see `BatchRules`."""
-        if self._carry is None:
-            return given, {}
-        conventions = self._conventions
-        conventions.arguments({n: x for n, x in given.items() if n != "target"})
-        if any(getattr(x, "gradient_checkpointing", False) for x in self.module.modules()):
-            raise StepError(
-                "transformers' gradient checkpointing gives layers no cache: switch it off, and "
-                "take the stages of cut.stages(..., recompute=True)"
-            )
-        return self._carry.in_time(given, conventions.shifted if self._shifts else None)
-
-    def forward(self, values: Sequence[object]) -> tuple[Any, ...]:
-        """Returns the outputs; see `Stage.forward`."""
-        if self._is_proven or not torch.is_grad_enabled():
-            return self._forward(values)
-        return self._proven(values)
-
-    def _proven(self, values: Sequence[object]) -> tuple[Any, ...]:
-        """Returns the outputs, and refuses a loss that is not [Note: one mean].
-
-        Raises:
-            StepError: If it is none.
-        """
-        at = self.inputs.index(BATCH)
-        batch: Any = values[at]
-        found = self._conventions.parts(batch, self.module)
-        parts = [[*values[:at], part, *values[at + 1 :]] for part in found]
-        if not parts:
-            self._is_proven = batch.get(self._labels[0]) is not None
-            return self._forward(values)
-        # Before the step's own forward, and as a forward that runs again: so random numbers and
-        # buffers are as after that alone, and no two graphs live at once. With a graph, as the step
-        # runs it: compiled code is not compiled again.
-        replay, loss = Recompute(self.module, batch["labels"].device), self.outputs.index(LOSS)
-        returned, first = replay.first(values, partial(self._forward, parts[0]))
-        whole = returned[loss].item()
-        sums = list[float]()
-        for part in parts[1:]:
-            with replay.again(first, values):
-                sums.append(self._forward(part)[loss].item())
-        with replay.again(first, values):
-            outputs = self._forward(values)
-        eps = torch.finfo(outputs[loss].dtype).eps
-        most = (_MOST_OFF + 4 * eps) * (abs(whole) + sum(map(abs, sums)))
-        if math.isfinite(whole) and not abs(whole - sum(sums)) <= most:
-            raise StepError(
-                f"the own loss of this model is no mean over its labels, by which microbatches "
-                f"weigh: times its labels, the loss of a microbatch is {whole:.6g}, and "
-                f"parts of the labels give {' + '.join(f'{x:.6g}' for x in sums)}: {_ASK}"
-            )
-        self._is_proven = True
-        return outputs
-
-    def _forward(self, values: Sequence[object]) -> tuple[Any, ...]:
-        if self._carry is None:
-            *edges, batch = values
-            return self._outputs_of(self._run(edges, batch))
-        *edges, batch, state = values
-        with self._carry.chunk(self.module, batch, state) as chunk:
-            returned = self._run(edges, chunk.batch, chunk.cached)
-            carried = chunk.end()
-        if isinstance(returned, Mapping):
-            return self._outputs_of({**returned, "cache": carried})
-        sent = returned if isinstance(returned, tuple) else (returned,)
-        return self._outputs_of((*sent, carried))
-
-    def _run(
-        self, edges: Sequence[object], batch: object, cached: Mapping[str, object] | None = None
-    ) -> object:
-        """Returns what the module returns, by name if it is the last stage.
-
-        Args:
-            edges: What earlier stages send.
-            batch: What no stage names.
-            cached: What a chunk of time is given besides; its labels are shifted.
-        """
-        assert isinstance(batch, Mapping)
-        arguments = self._conventions.arguments(batch) | dict(cached or {})
-        labels = {n: arguments[n] for n in self._labels if arguments.get(n) is not None}
-        counted = {SHIFTED: labels.get("labels")} if cached else labels
-        weight = self._conventions.weight(counted) if labels else None
-        if weight is not None:
-            self._conventions.check(labels, arguments)
-            arguments |= self._conventions.safe(labels, weight)
-        with ExitStack() as around:
-            if weight is not None and self._head:
-                around.enter_context(self._deferring())
-            if weight is not None and cached:
-                around.enter_context(shifted_loss(self.module, arguments))
-            returned = self.module(*edges, **arguments)
-        if self._names is None:
-            return returned
-        named = _named(returned, self._names)
-        if self._labels:
-            named[LOSS] = _sum_of(named.get(LOSS), weight, named)
-            for name in self._metrics:  # nan without labels
-                value = named.get(name)
-                if not isinstance(value, Tensor) or value.numel() != 1:
-                    value = torch.tensor(torch.nan)
-                named[name] = value.detach().reshape(())
-        return {name: named.get(name) for name in self.outputs}
-
-    def _deferring(self) -> AbstractContextManager[None]:
-        """Lets the head return logits that wait; see `deferred_logits.py`."""
-        if hasattr(self.module, "_orig_mod"):
-            raise StepError(
-                "the last stage is compiled, and its loss is 'chunked', which changes what its "
-                "head returns: compile its layers, or cut the model without loss='chunked'"
-            )
-        return deferred(inner_module(self.module).get_submodule(self._head))
-
-
-@dataclass(frozen=True)
-class OwnLoss:
-    """The model's own loss: takes the outputs of the last stage and labels.
-
-    Attributes:
-        conventions: What the model takes and returns.
-        labels: Names of the labels.
-        metrics: Names of what the last stage returns in front of the loss.
-    """
-
-    conventions: Conventions
-    labels: Sequence[str]
-    metrics: Sequence[str]
-
-    def __call__(self, *values: Any) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:  # noqa: ANN401 - outputs and labels
-        """Returns the sum of the losses of a microbatch, how many there are, and metrics."""
-        *outputs, loss, target = values
-        labels = target if isinstance(target, Mapping) else {self.labels[0]: target}
-        found = outputs[len(outputs) - len(self.metrics) :]
-        metrics = dict(zip(self.metrics, found, strict=True))
-        return loss, self.conventions.weight(labels), metrics
-
-
-def metrics_of(part: Part) -> tuple[str, ...]:
-    """Returns the names of the metrics of a model's own loss."""
-    return tuple(name for name in part.beside if name.endswith(f"_{LOSS}"))
-
-
-def _sum_of(loss: object, weight: Tensor | None, named: Mapping[str, object]) -> Tensor:
-    """Returns the sum of losses that a mean stands for; nan if there are no labels."""
-    if weight is None:
-        first = next(value for value in named.values() if isinstance(value, Tensor))
-        return first.new_full((), torch.nan)
-    if not isinstance(loss, Tensor):
-        raise StepError("the model returned no loss for these labels")
-    return (loss * weight).reshape(())
-
-
-def _named(returned: object, names: Sequence[str]) -> dict[str, object]:
-    """Returns what a model returned, by name."""
-    fields = fields_of(returned)
-    if fields is not None and set(names) <= set(fields):
-        return dict(fields)
-    values = list(returned) if isinstance(returned, tuple | list) else [returned]
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    return dict(zip(names, tensors, strict=False))

@@ -27,10 +27,11 @@ from torch import nn
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, agree_keeping, same, slow_seconds
 from pipegrad.errors import ConfigError, WeightsError
 from pipegrad.model.ties import plain_name
-from pipegrad.partition.structural.shallow import without_memory
-from pipegrad.partition.weights.files import Weights, extra, listed, put
-from pipegrad.partition.weights.gathered import tensors_by_name
-from pipegrad.partition.weights.initial_values import initial_values
+from pipegrad.partition.cutting.copies import without_memory, without_values
+from pipegrad.partition.hf.files import Weights, extra, listed, put
+from pipegrad.partition.hf.gathered import tensors_by_name
+from pipegrad.partition.hf.initial_values import initial_values
+from pipegrad.partition.refusals import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -66,7 +67,9 @@ def meta_model(
 
     def make() -> tuple[PreTrainedModel, str]:
         model = _made(source, kind, dtype, trust_remote_code)
-        return model, _digest(model)
+        text = f"{type(model).__name__} {model.dtype} {model.config.to_json_string(use_diff=False)}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return model, f"{type(model).__name__} {digest}"
 
     model, digests = agree_keeping("make the model", make, timeout_seconds=_patience("cpu"))
     same("the configuration of the model", dict(enumerate(digests)))
@@ -74,81 +77,59 @@ def meta_model(
 
 
 def load_stages(
-    directory: str | Path,
+    directory: str | Path | None,
     model: PreTrainedModel,
     stages: Collection[nn.Module],
     *,
     device: str | torch.device = "cpu",
     seed: int | None = None,
 ) -> None:
-    """Gives the stages of this rank the values of a directory of safetensors files. All ranks call.
+    """Gives the stages of this rank saved or initial values. All ranks call it.
 
     Only tensors of these stages are read, one after the other: the host needs memory for the stages
     and for one file. The directory's names and layouts are converted as transformers does it. Tied
     parameters become one parameter on this rank. Tensors that are not on the meta device stay.
 
+    An initial value depends on the seed and its name alone: not on the cut, the rank, the device or
+    other tensors. So tied tensors on different stages are the same. They are not the values that
+    transformers draws after ``torch.manual_seed``.
+
     Args:
-        directory: What ``save_pretrained`` wrote.
+        directory: What ``save_pretrained`` wrote; None if all values are initial ones.
         model: The uncut model, with its ties. The stages have its names.
         stages: Their tensors on the meta device are replaced. Dtype and requires_grad stay.
-        device: Where the tensors go.
-        seed: If given, tensors that the directory lacks get initial values as in `start_stages`,
-            such as the head of a classifier. Otherwise they are an error.
+        device: Where the tensors go. Initial values are drawn on the CPU.
+        seed: Of the tensors that the directory lacks, such as the head of a classifier. Without it
+            these are an error.
 
     Raises:
-        WeightsError: If a file is missing or damaged, or a tensor is missing or has another shape.
-            All ranks raise it, or an AgreementError that lists the errors.
+        WeightsError: If a file is missing or damaged, if a tensor is missing or has another shape,
+            or if the model does not initialise it. All ranks raise it, or an AgreementError that
+            lists the errors.
+        AgreementError: If ranks have different seeds.
     """
-    folder = Path(directory)
 
-    def load() -> None:
+    def load() -> str:
         first = first_names(model)
         places = _on_meta(stages, first)
-        values = _stored_values(folder, model, first, places)
+        values = {} if directory is None else _stored(Path(directory), model, first, places)
         saved = {first[name] for name in model.state_dict() if name in first}
         missing = (saved & places.keys()) - values.keys()
         if missing and seed is None:
             raise WeightsError(
-                f"{folder} has no values for {listed(missing)} of {type(model).__name__}; is it "
+                f"{directory} has no values for {listed(missing)} of {type(model).__name__}; is it "
                 f"of another model? With a seed they get initial values"
             )
         for name, value in values.items():
             put(places.pop(name), value, device)
         # Buffers that are not saved, such as the frequencies of RoPE, are made as at the start.
-        _fill(model, stages, places, seed or 0, device)
-
-    agree("load the stages", load, timeout_seconds=_patience(device))
-
-
-def start_stages(
-    model: PreTrainedModel,
-    stages: Collection[nn.Module],
-    *,
-    seed: int,
-    device: str | torch.device = "cpu",
-) -> None:
-    """Gives the stages of this rank initial values, by the model's own rules. All ranks call.
-
-    The values of a tensor depend on the seed and its name alone: not on the cut, the rank, the
-    device or other tensors. So tied tensors on different stages are the same. They are not the
-    values that transformers draws after ``torch.manual_seed``.
-
-    Args:
-        model: The uncut model, with its ties. The stages have its names.
-        stages: Their tensors on the meta device are replaced. Dtype and requires_grad stay.
-        seed: Any integer, the same on all ranks.
-        device: Where the tensors go. They are drawn on the CPU.
-
-    Raises:
-        WeightsError: If the model does not initialise one of its tensors.
-        AgreementError: If ranks have different seeds, or a rank failed.
-    """
-
-    def start() -> str:
-        _fill(model, stages, _on_meta(stages, first_names(model)), seed, device)
+        for name, value in initial_values(model, places, seed or 0).items():
+            put(places[name], value, device)
+        for stage in stages:  # a buffer that a constructor made on the CPU is still there
+            stage.to(device)
         return str(seed)
 
-    seeds = agree("start the stages", start, timeout_seconds=_patience(device))
+    seeds = agree("load the stages", load, timeout_seconds=_patience(device))
     same("the seed of the stages", dict(enumerate(seeds)))
 
 
@@ -175,11 +156,6 @@ def _patience(device: str | torch.device) -> float:
     return slow_seconds(torch.device(device), AGREE_SECONDS)
 
 
-def _digest(model: PreTrainedModel) -> str:
-    text = f"{type(model).__name__} {model.dtype} {model.config.to_json_string(use_diff=False)}"
-    return f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
 def _made(
     source: str | Path | PreTrainedConfig,
     kind: type | None,
@@ -190,10 +166,17 @@ def _made(
     path = Path(source) if isinstance(source, str | Path) else None
     where = str(source) if path is not None else f"a {type(source).__name__}"
     config: Any = copy.deepcopy(source) if path is None else _config(transformers, path, trusts)
-    if not isinstance(config, transformers.PreTrainedConfig):
-        raise ConfigError(f"{where} is no directory, config.json or configuration of transformers")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"{where}: quantized weights cannot be trained; use the original ones")
+    refuse(
+        ConfigError,
+        {
+            f"{where} is no directory, config.json or configuration of transformers": (
+                not isinstance(config, transformers.PreTrainedConfig)
+            ),
+            f"{where}: quantized weights cannot be trained; use the original ones": (
+                getattr(config, "quantization_config", None) is not None
+            ),
+        },
+    )
     cls: Any = kind or _architecture(transformers, config, where, trusts)
     # An Auto class has from_config, and each of its models has what that calls.
     make = getattr(cls, "from_config", None) or getattr(cls, "_from_config", None)
@@ -210,39 +193,18 @@ def _made(
             model = make(config, dtype=dtype, **answer)
     except Exception as error:  # whatever a model says of its configuration
         raise ConfigError(f"{where}: {cls.__name__} cannot be made of it: {error}") from error
-    _drop_values(model)
+    # Some constructors make tensors on the CPU, whatever torch's device is. Their values would be
+    # taken for those of a checkpoint.
+    model = without_values(model)
     if folder is not None:
         _keep_in_float32(model, dtype)
-        _read_generation_config(transformers, model, folder)
+    if folder is not None and (file := folder / "generation_config.json").exists():
+        try:
+            read = transformers.GenerationConfig.from_pretrained
+            model.generation_config = read(folder, local_files_only=True)
+        except Exception as error:  # whatever transformers says of a file
+            raise ConfigError(f"{file} cannot be read: {error}") from error
     return model
-
-
-def _read_generation_config(transformers: Any, model: Any, folder: Path) -> None:  # noqa: ANN401
-    file = folder / "generation_config.json"
-    if not file.exists():
-        return
-    try:
-        config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever transformers says of a file
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    model.generation_config = config
-
-
-def _drop_values(model: nn.Module) -> None:
-    """Puts all saved tensors on the meta device.
-
-    Some constructors make tensors on the CPU whatever torch's device is. Their values would be
-    taken for those of a checkpoint.
-    """
-    places = defaultdict[int, list[tuple[nn.Module, str]]](list)
-    for module in model.modules():
-        tensors = module._parameters | module._buffers
-        for attribute in tensors.keys() - module._non_persistent_buffers_set:
-            tensor = tensors[attribute]
-            if tensor is not None and not tensor.is_meta:
-                places[id(tensor)].append((module, attribute))
-    for of in places.values():
-        put(of, getattr(*of[0]).detach(), "meta")
 
 
 def _config(transformers: Any, path: Path, trusts: bool) -> Any:  # noqa: ANN401 - of any model
@@ -297,38 +259,20 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
 
 def _on_meta(stages: Collection[nn.Module], first: Mapping[str, str]) -> _Places:
     """Returns the places of tensors on the meta device, by the first of their names."""
-    places, unknown = defaultdict[str, list[tuple[nn.Module, str]]](list), list[str]()
+    places = defaultdict[str, list[tuple[nn.Module, str]]](list)
     for stage in stages:
-        for path, module in stage.named_modules(remove_duplicate=False):
-            for attribute, tensor in chain(module._parameters.items(), module._buffers.items()):
-                if tensor is None or not tensor.is_meta:
-                    continue
-                name = plain_name(f"{path}.{attribute}" if path else attribute)
-                if name not in first:
-                    unknown.append(name)
-                elif (module, attribute) not in places[first[name]]:
-                    places[first[name]].append((module, attribute))
-    if unknown:
+        for name, tensor in tensors_by_name(stage).items():
+            if tensor.is_meta:
+                path, _, attribute = name.rpartition(".")
+                plain = plain_name(name)
+                places[first.get(plain, plain)].append((stage.get_submodule(path), attribute))
+    if unknown := places.keys() - first.values():
         raise WeightsError(f"the uncut model has no {listed(unknown)}, but a stage has")
     return dict(places)
 
 
-def _fill(
-    model: PreTrainedModel,
-    stages: Collection[nn.Module],
-    places: _Places,
-    seed: int,
-    device: str | torch.device,
-) -> None:
-    """Puts initial values into places, and then has all tensors of the stages on one device."""
-    for name, value in initial_values(model, places, seed).items():
-        put(places[name], value, device)
-    for stage in stages:  # a buffer that a constructor made on the CPU is still there
-        stage.to(device)
-
-
 @dataclass(frozen=True)
-class _Stored:
+class _Entry:
     """A tensor of weights that is read when transformers' loader asks for its values."""
 
     weights: Weights
@@ -338,7 +282,7 @@ class _Stored:
         return self.weights.read(self.name)
 
 
-def _stored_values(
+def _stored(
     folder: Path,
     model: PreTrainedModel,
     first: Mapping[str, str],
@@ -362,7 +306,7 @@ def _stored_values(
         patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
         patch.object(loading, "tqdm", lambda items, **_: items),
     ):
-        stored = {name: _Stored(weights, name) for name in weights.files}
+        stored = {name: _Entry(weights, name) for name in weights.files}
         info, _ = loading.convert_and_load_state_dict_in_model(target, stored, options)
     for name, shape, expected in sorted(info.mismatched_keys):
         raise WeightsError(

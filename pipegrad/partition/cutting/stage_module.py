@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError
 from pipegrad.interop.private import TreeSpec, tree_flatten
-from pipegrad.partition.structural.calls import (
+from pipegrad.partition.cutting.calls import (
     Call,
     Flow,
     Output,
@@ -48,7 +48,7 @@ from pipegrad.partition.structural.calls import (
     restore,
     roots_of,
 )
-from pipegrad.partition.structural.stand_ins import filled, leaf_of
+from pipegrad.partition.cutting.stand_ins import computed_leaves, filled
 
 _MOST_SHAPES = 4096  # that a stage remembers
 CPU = torch.device("cpu")
@@ -70,11 +70,11 @@ class Run:
         end: The call behind its last one.
         inputs: What the stage receives.
         outputs: What it sends.
-        layers: Those of the stage, in the uncut model, by name. Their tensors say where it is.
 
     Attributes:
         flow: The argument.
         first: The argument.
+        layers: Those of the stage, by name. Their tensors say where it is.
     """
 
     def __init__(
@@ -85,19 +85,17 @@ class Run:
         *,
         inputs: Sequence[Source],
         outputs: Sequence[Source],
-        layers: Mapping[str, nn.Module],
     ) -> None:
         self.flow, self.first, self._end = flow, first, end
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
-        self._layers = dict(layers)
+        self.layers: Mapping[str, nn.Module] = {}
         self._values = dict[Source, Tensor]()
-        self._shapes = dict[object, Any]()  # see _leaf_of
+        self._shapes = dict[object, list[Any]]()  # see _computed
         self._by_value = set[int]()  # calls whose shapes depend on values of integers
         self._number: int | None = None  # of the next call; None outside of a forward
         self._inside = ""  # the layer that runs now
         self._missing = frozenset[str]()  # inputs of the sample that this forward has not
         self._given = set[str]()  # tensors that it has
-        self._is_chunk = False  # whether it is given a cache
         self._undo = list[Callable[[], None]]()  # what stand-ins changed in this forward
 
     @property
@@ -125,7 +123,6 @@ class Run:
         self._missing = frozenset(name for name in self.flow.sample if _lacks(batch.get(name)))
         self._given = {name for name, value in batch.items() if isinstance(value, Tensor)}
         self._values = dict(zip(self._inputs, edges, strict=True))
-        self._is_chunk = batch.get("past_key_values") is not None
         try:
             yield
         finally:
@@ -159,26 +156,20 @@ class Run:
         if not is_real or value.requires_grad or not torch.is_grad_enabled():
             return value
         # A clone: a schedule that splits backwards takes leaves for parameters.
-        is_trained = self._is_trained(source, module)
+        is_trained = source.call in self._trained(module)
         return value.detach().requires_grad_().clone() if is_trained else value
 
-    def _is_trained(self, source: Source, module: nn.Module) -> bool:
-        """Returns whether an output has a gradient in a forward that skips nothing."""
-        waiting, seen = [source], {source}
-        while waiting:
-            source = waiting.pop()
-            if source in self._inputs:
-                if self._values[source].requires_grad:
-                    return True
-                continue
-            call = self.flow.calls[source.call]
-            held = [*self._layers[call.layer].parameters()]
-            held += [p for n, p in module.named_parameters() if n in call.origin.parameters]
-            if any(parameter.requires_grad for parameter in held):
-                return True
-            waiting += call.origin.sources - seen
-            seen |= call.origin.sources
-        return False
+    def _trained(self, module: nn.Module) -> set[int]:
+        """Returns the calls whose outputs have a gradient in a forward that skips nothing."""
+        trained, named = set[int](), dict(module.named_parameters())
+        for number, call in enumerate(self.flow.calls[self.first : self._end], self.first):
+            sources = call.origin.sources
+            read = [self._values[source] for source in sources if source in self._inputs]
+            read += [named[name] for name in call.origin.parameters & named.keys()]
+            read += self.layers[call.layer].parameters()
+            if any(x.requires_grad for x in read) or any(x.call in trained for x in sources):
+                trained.add(number)
+        return trained
 
     def enter(self, layer: str) -> int | None:
         """Returns the number of a layer's call; None if it is none that counts."""
@@ -283,35 +274,22 @@ class Run:
     ) -> Any:
         """Returns what stands for the outputs of a layer of another stage, and does its changes."""
         call = self.flow.calls[number]
-        # What hooks hear stands behind all other changes.
-        changes = [
-            (change, structure)
-            for change, structure in zip(call.changes, call.structures, strict=True)
-            if self.flow.is_heard or not change.is_heard
-        ]
-        is_float = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
-        # To flatten all takes longer than the rest of this function.
-        is_first = call.is_like_first and is_float
-        inputs = args[:1] if is_first else tree_flatten((args, kwargs))[0]
-        computed = partial(self._leaf_of, number, described, args, kwargs)
+        inputs = tree_flatten((args, kwargs))[0]
+        computed = partial(self._computed, number, described, args, kwargs)
         leaves = list[Any]()
         # All shapes come first: a change may be of what the next shape is computed of.
-        for change, structure in ((None, call.structure), *changes):
-            for _ in range(structure.num_leaves):
-                source, is_heard = (
-                    Source(number, len(leaves)),
-                    change is not None and change.is_heard,
-                )
-                leaves.append(self._leaf(source, inputs, leaves, computed, is_heard=is_heard))
-        at = call.structure.num_leaves
-        result = call.structure.unflatten(leaves[:at])
-        roots = roots_of(standing, args, kwargs) if changes else {}
+        for leaf in range(len(call.outputs) if self.flow.is_heard else call.num_returned):
+            leaves.append(self._leaf(Source(number, leaf), inputs, leaves, computed))
+        end = call.structure.num_leaves
+        result = call.structure.unflatten(leaves[:end])
+        roots = roots_of(standing, args, kwargs) if call.changes else {}
         is_own = isinstance(standing, OwnLayer)
-        for change, structure in changes:
-            tensors = [
-                i for i in range(at, at + structure.num_leaves) if isinstance(leaves[i], Tensor)
-            ]
-            values, at = leaves[at : at + structure.num_leaves], at + structure.num_leaves
+        for change, structure in zip(call.changes, call.structures, strict=True):
+            at, end = end, end + structure.num_leaves
+            if end > len(leaves):
+                break  # nobody reads what hooks hear
+            values = leaves[at:end]
+            tensors = [i for i in range(at, end) if isinstance(leaves[i], Tensor)]
             is_received = all(Source(number, i) in self._values for i in tensors)
             if is_own and change.is_inside and not is_received:
                 continue  # what the layer remembers on this stage
@@ -325,9 +303,7 @@ class Run:
         source: Source,
         inputs: Sequence[object],
         before: Sequence[object],
-        computed: Callable[[int], Any],
-        *,
-        is_heard: bool,
+        computed: Callable[[], list[Any]],
     ) -> object:
         """Returns what stands for an output, behind the outputs `before` it."""
         call = self.flow.calls[source.call]
@@ -338,18 +314,17 @@ class Run:
             return before[output.same]
         if output.shape is None:
             # A number may be a size of the batch, but for one that a layer gives to its own parts.
-            is_size = isinstance(output.value, Number) and not is_heard
-            return computed(source.leaf) if is_size else output.value
-        is_told = len(inputs) == call.num_inputs or (call.is_like_first and inputs)
-        like = output.like if is_told else None
-        near = inputs[like.leaf] if like else None
-        if like and like.is_it:
+            is_size = isinstance(output.value, Number) and source.leaf < call.num_returned
+            return computed()[source.leaf] if is_size else output.value
+        is_told = output.like is not None and len(inputs) == call.num_inputs
+        near: Any = inputs[output.like or 0] if is_told else None
+        if output.is_input and is_told:
             return self._own_memory(source, near) if isinstance(near, Tensor) else near
-        # In chunks of time a mask of the text so far is longer than the chunk.
-        if like and isinstance(near, Tensor) and (near.dim() > 2 or not self._is_chunk):
-            shape: Any = torch.Size((*near.shape[: like.dims], *like.more))
-        else:
-            shape = computed(source.leaf)
+        shape: Any = output.shape
+        if isinstance(near, Tensor):
+            shape = near.shape
+        elif shape:
+            shape = computed()[source.leaf]
         if not isinstance(shape, torch.Size):
             return shape  # None in this batch
         tensors = [x for x in inputs if isinstance(x, Tensor)]
@@ -359,23 +334,24 @@ class Run:
         """Returns a value into which code may write, if the model does so."""
         return value.clone() if source in self.flow.written else value
 
-    def _leaf_of(self, number: int, described: nn.Module, args: Any, kwargs: Any, leaf: int) -> Any:
-        """Returns the shape of an output that no input tells, or a number; once for each shape.
+    def _computed(self, number: int, described: nn.Module, args: Any, kwargs: Any) -> list[Any]:
+        """Returns what `computed_leaves` returns, once for each shape of the inputs.
 
         A run of the layer on fake tensors takes longer than a forward of a small layer.
         """
         inputs = tree_flatten((args, kwargs))[0]
-        key: tuple[object, ...] = (number, leaf, *map(_kind_of, inputs))
+        key: tuple[object, ...] = (number, *map(_kind_of, inputs))
         if number in self._by_value:
             key += tuple(f"{x.tolist()}" for x in inputs if _is_whole(x))
         if key not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
-            shape, needs_values = leaf_of(self.flow.calls[number], described, args, kwargs, leaf)
+            call = self.flow.calls[number]
+            found, needs_values = computed_leaves(call, described, args, kwargs)
             if needs_values and number not in self._by_value:
                 self._by_value.add(number)
-                return shape  # the next one has a key of values
-            self._shapes[key] = shape
+                return found  # the next one has a key of values
+            self._shapes[key] = found
         return self._shapes[key]
 
     def _filled(self, shape: Sequence[int], output: Output, inputs: Sequence[Tensor]) -> Tensor:
@@ -394,7 +370,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Where the stage is."""
-        held = (tensor for layer in self._layers.values() for tensor in layer.parameters())
+        held = (tensor for layer in self.layers.values() for tensor in layer.parameters())
         return next((x.device for x in (*self._values.values(), *islice(held, 1))), CPU)
 
     def refused_inside(self, layer: str) -> StepError:

@@ -24,8 +24,8 @@ from pipegrad.errors import WeightsError, in_words
 from pipegrad.interop.private import FakeTensorMode
 from pipegrad.model.ties import plain_name
 from pipegrad.model.wrappers import is_imported_kind
-from pipegrad.partition.structural.shallow import isolated
-from pipegrad.partition.weights.files import extra, like, write_shard
+from pipegrad.partition.cutting.copies import like, with_tensors, without_values
+from pipegrad.partition.hf.files import extra, write_shard
 
 _FILE = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
@@ -51,10 +51,12 @@ def kind_of_prompt(model: Any) -> str:  # noqa: ANN401 - of any kind
     return str(config.peft_type.value) if getattr(config, "is_prompt_learning", False) else ""
 
 
-def has_tuned_layers(modules: Iterable[nn.Module]) -> bool:
-    """Whether peft has exchanged or wrapped layers inside of modules."""
+def tuned_by(modules: Iterable[nn.Module]) -> set[str]:
+    """Returns the names of the adapters in use of layers that peft has exchanged or wrapped."""
     kind = "peft.tuners.tuners_utils", "BaseTunerLayer"
-    return any(is_imported_kind(part, *kind) for module in modules for part in module.modules())
+    parts: Any = (part for module in modules for part in module.modules())
+    tuned = (part for part in parts if is_imported_kind(part, *kind))
+    return {name for part in tuned for name in part.active_adapters}
 
 
 def adapter_names(model: nn.Module) -> frozenset[str]:
@@ -91,14 +93,7 @@ def described(model: nn.Module) -> nn.Module:
     Raises:
         WeightsError: If the adapters could not be saved.
     """
-    state = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-
-    def without_values(tensor: Tensor) -> Tensor:
-        # The tokens of a prompt are in no state.
-        new = torch.empty_like(tensor, device="meta") if id(tensor) in state else tensor.clone()
-        return like(tensor, new)
-
-    result = isolated(model, without_values)
+    result = without_values(model)  # the tokens of a prompt are in no state, and stay
     adapter_names(result)
     return result
 
@@ -144,7 +139,7 @@ def _saved(model: Any, tensor_of: Callable[[Tensor], Tensor]) -> dict[str, dict[
     Raises:
         WeightsError: If peft fails.
     """
-    uncut: Any = isolated(model, tensor_of)
+    uncut: Any = with_tensors(model, tensor_of)
     is_peft = any(is_imported_kind(model, "peft", kind) for kind in _MODELS)
     prefix = "" if is_peft else _PREFIX
     saved = dict[str, dict[str, Tensor]]()

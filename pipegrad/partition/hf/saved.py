@@ -26,10 +26,10 @@ from pipegrad import run_files
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, agree_keeping, slow_seconds
 from pipegrad.errors import WeightsError
 from pipegrad.model.ties import plain_name
-from pipegrad.partition.weights.adapter import adapter_names, has_adapter, place_adapters
-from pipegrad.partition.weights.files import INDEX, extra, listed, write_shard
-from pipegrad.partition.weights.gathered import collected
-from pipegrad.partition.weights.pretrained import first_names
+from pipegrad.partition.hf.adapter import adapter_names, has_adapter, place_adapters
+from pipegrad.partition.hf.files import INDEX, extra, listed, write_shard
+from pipegrad.partition.hf.gathered import collected
+from pipegrad.partition.hf.pretrained import first_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,7 +17,7 @@ from pipegrad.comm.watch import Bounded
 from pipegrad.errors import TopologyError, WeightsError
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.ties import plain_name
-from pipegrad.partition.weights.files import listed, put
+from pipegrad.partition.hf.files import listed, put
 
 # Name -> tensors by id, each with the modules and attributes that have it.
 _Places = dict[str, dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]]]

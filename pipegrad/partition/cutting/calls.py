@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -75,23 +76,23 @@ class Origin:
 
 
 class Change(NamedTuple):
-    """A container that a layer changes, or a module inside of it that hooks listen to.
+    """What a layer changes: a value of a dict or an object, the end of a list, or what hooks hear.
 
     Attributes:
-        path: Keys from `roots_of` to it.
-        keys: Which of its values are others; of a module, which attributes.
-        more: How many values stand behind the last one.
-        gone: Keys that it no longer has. A list that became shorter has no keys: all are gone.
+        path: Keys from `roots_of` to the dict, object or list, or to a module with hooks.
+        key: Of a dict or an object: the key or attribute that has another value, or none now.
+        dropped: Of a list, set or deque: how many values at its end are gone. The new values are
+            behind the others.
     """
 
     path: tuple[Any, ...]
-    keys: tuple[Any, ...] = ()
-    more: int = 0
-    gone: tuple[Any, ...] = ()
+    key: Any = None
+    dropped: int = 0
 
     def __str__(self) -> str:
         root, *keys = self.path
-        return f"{'.'.join(str(key) for key in (*keys, *self.keys) if key != '')} of {_WORDS[root]}"
+        names = ".".join(str(key) for key in (*keys, self.key) if key not in ("", None))
+        return f"{names} of {_WORDS[root]}"
 
     @property
     def is_heard(self) -> bool:
@@ -104,22 +105,6 @@ class Change(NamedTuple):
         return bool(self.path[0] == "modules")
 
 
-class Like(NamedTuple):
-    """The shape of an output, as an input of the same call tells it.
-
-    Attributes:
-        leaf: Number of the input among the leaves of the call's arguments.
-        dims: How many dimensions of the input the output has; the first ones.
-        more: Dimensions behind these.
-        is_it: Whether the output is that input, which the layer hands on as it was.
-    """
-
-    leaf: int
-    dims: int
-    more: tuple[int, ...]
-    is_it: bool = False
-
-
 @dataclass(frozen=True)
 class Output:
     """A leaf of what a call returns or changes.
@@ -128,14 +113,16 @@ class Output:
         value: What it is in the sample, if it is no tensor.
         shape: Of a tensor, in the sample.
         dtype: Of a tensor, in the sample.
-        like: How to tell its shape in another batch; None if no input tells it.
+        like: Leaf of the arguments that tells its shape in another batch; None if none does.
+        is_input: Whether it is that argument, which the layer hands on as it was.
         same: Number of the first leaf of the call that is the same tensor; None if there is none.
     """
 
     value: object = None
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
-    like: Like | None = None
+    like: int | None = None
+    is_input: bool = False
     same: int | None = None
 
 
@@ -174,12 +161,10 @@ class Call:
     saved_bytes: int
 
     @cached_property
-    def is_like_first(self) -> bool:
-        """Whether the first argument tells the shapes of all outputs."""
-        return all(
-            output.shape is None or (output.like is not None and output.like.leaf == 0)
-            for output in self.outputs
-        )
+    def num_returned(self) -> int:
+        """How many leaves there are, without what hooks hear: these stand behind all others."""
+        pairs = zip(self.changes, self.structures, strict=True)
+        return self.structure.num_leaves + sum(x.num_leaves for c, x in pairs if not c.is_heard)
 
     def name_of(self, leaf: int) -> str:
         """Returns the name of an output."""
@@ -194,7 +179,8 @@ class Flow:
 
     Attributes:
         calls: The calls of its layers, in order.
-        returned: What it returns, with an `Origin` in the place of each tensor.
+        returned: What it returns, by name, and what that was computed from.
+        nested: Names of what it returns that are no tensors, but have some inside.
         written: Outputs of layers into which code outside of layers writes, in place.
         writes_inputs: Whether it writes into what it is given, in place.
         is_heard: Whether hooks hand on what a layer computes.
@@ -202,7 +188,8 @@ class Flow:
     """
 
     calls: tuple[Call, ...]
-    returned: object
+    returned: dict[str, Origin]
+    nested: frozenset[str]
     written: frozenset[Source]
     writes_inputs: bool
     is_heard: bool
@@ -297,9 +284,7 @@ class Watch:
     def changes(self) -> list[tuple[Change, list[Any]]]:
         """Returns what has changed, with the new values."""
         compared = [
-            pair
-            for path, value, before in self._before
-            for pair in _compared(path, value, before, contents_of(value))
+            pair for path, value, before in self._before for pair in _compared(path, value, before)
         ]
         return compared + self._heard
 
@@ -309,8 +294,13 @@ class Watch:
         for change, (_, box, before) in zip(self._known, self._before, strict=True):
             if change.is_heard:
                 values.append(next((x for other, x in heard if other == change), []))
+                continue
+            after = _contents_after(box, before)
+            if isinstance(after, dict):
+                values.append([after[change.key]] if change.key in after else [])
             else:
-                values.append(_values(change, box, before))
+                kept = max(len(before or ()) - change.dropped, 0)
+                values.append((after or [])[kept:])
         return values
 
     def restore(self) -> None:
@@ -319,52 +309,51 @@ class Watch:
             restore(value, contents)
 
 
-class Replaced:
-    """Puts other tensors into what a call of a layer is given.
+# By id of a container: container, key, the value that was put there, and the one before.
+PutIn = dict[int, list[tuple[Any, Any, Any, Any]]]
+
+
+def replaced(value: Any, tensor_of: Callable[[Tensor], Tensor], put_in: PutIn) -> Any:
+    """Returns what a call of a layer is given, with other tensors.
 
     Containers stay the same ones, so what a layer writes into them is where it would be. Of a
     tuple there is another one.
 
     Args:
+        value: What is given.
         tensor_of: Returns what takes the place of a tensor.
+        put_in: Collects what `put_back` needs.
     """
-
-    def __init__(self, tensor_of: Callable[[Tensor], Tensor]) -> None:
-        self._tensor_of = tensor_of
-        self._seen = set[int]()
-        self._put = list[tuple[Any, Any, object, object]]()
-
-    def of(self, value: Any) -> Any:
-        """Returns a value with other tensors."""
-        if isinstance(value, Tensor):
-            return self._tensor_of(value)
-        contents = None if isinstance(value, nn.Module | set) else contents_of(value)
-        if contents is None or id(value) in self._seen:
-            return value
-        if isinstance(value, tuple):
-            items = [self.of(x) for x in value]
-            if all(x is y for x, y in zip(items, value, strict=True)):
-                return value
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        self._seen.add(id(value))
-        for key, x in contents.items() if isinstance(contents, dict) else enumerate(contents):
-            other = self.of(x)
-            if other is not x:
-                put(value, key, other)
-                self._put.append((value, key, other, x))
+    if isinstance(value, Tensor):
+        return tensor_of(value)
+    contents = None if isinstance(value, nn.Module | set) else contents_of(value)
+    if contents is None or id(value) in put_in:
         return value
+    if isinstance(value, tuple):
+        items = [replaced(x, tensor_of, put_in) for x in value]
+        if all(x is y for x, y in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    put_in[id(value)] = []
+    for key, x in contents.items() if isinstance(contents, dict) else enumerate(contents):
+        other = replaced(x, tensor_of, put_in)
+        if other is not x:
+            put(value, key, [other])
+            put_in[id(value)].append((value, key, other, x))
+    return value
 
-    def put_back(self) -> None:
-        """Puts the tensors back where the others still are."""
-        for value, key, other, x in self._put:
-            contents = contents_of(value)
-            is_there = key in contents if isinstance(contents, dict) else key < len(contents)
-            if is_there and contents[key] is other:
-                put(value, key, x)
+
+def put_back(put_in: PutIn) -> None:
+    """Puts the tensors back where the others still are."""
+    for box, key, other, x in chain.from_iterable(put_in.values()):
+        contents = contents_of(box)
+        now = dict(contents if isinstance(contents, dict) else enumerate(contents))
+        if now.get(key) is other:
+            put(box, key, [x])
 
 
-def apply(change: Change, values: Sequence[Any], box: Any) -> Callable[[], None]:
-    """Changes a container as a layer did, and returns what takes that back."""
+def apply(change: Change, values: list[Any], box: Any) -> Callable[[], None]:
+    """Changes something as a layer did, and returns what takes that back."""
     if change.is_heard:
         args, kwargs, result = values
         for key, hook in [*box._forward_hooks.items()]:
@@ -372,36 +361,23 @@ def apply(change: Change, values: Sequence[Any], box: Any) -> Callable[[], None]
             hook(box, args, kwargs, result) if has_kwargs else hook(box, args, result)
         return lambda: None
     before = contents_of(box)
-    added = values[len(change.keys) :]
-    for key, value in zip(change.keys, values, strict=False):
-        put(box, key, value)
-    if not isinstance(before, dict):
-        if change.gone:
-            box.clear()
-        box.update(added) if isinstance(box, set) else box.extend(added)
-        return partial(restore, box, before)
-    table = box if isinstance(box, dict) else vars(box)
-    for key in change.gone:
-        table.pop(key, None)
-
-    def back() -> None:  # what others wrote stays
-        for key in (*change.keys, *change.gone):
-            if key in before:
-                put(box, key, before[key])
-            else:
-                table.pop(key, None)
-
-    return back
+    if isinstance(before, dict):  # taken back alone: what others wrote stays
+        put(box, change.key, values)
+        return partial(put, box, change.key, [before[change.key]] if change.key in before else [])
+    restore(box, [*before[: max(len(before) - change.dropped, 0)], *values])
+    return partial(restore, box, before)
 
 
-def put(box: Any, key: Any, value: object) -> None:
-    """Sets a value of a container, an object or a module."""
-    if isinstance(box, list | deque | dict):
-        box[key] = value
+def put(box: Any, key: Any, values: Sequence[object]) -> None:
+    """Sets a value of a container, an object or a module, or removes it if there is none."""
+    table = box if isinstance(box, list | deque | dict) else vars(box)
+    if not values:
+        for each in (table, getattr(box, "_buffers", {})):
+            each.pop(key, None)
     elif isinstance(box, nn.Module):
-        setattr(box, key, value)
+        setattr(box, key, values[0])
     else:
-        vars(box)[key] = value
+        table[key] = values[0]
 
 
 def contents_of(value: Any) -> Any:
@@ -418,21 +394,16 @@ def contents_of(value: Any) -> Any:
     return dict(vars(value))
 
 
-def restore(value: Any, contents: Any) -> None:
+def restore(box: Any, contents: Any) -> None:
     """Puts back what a container, an object or a module held."""
-    if isinstance(value, list | deque | set):
-        value.clear()
-        value.update(contents) if isinstance(value, set) else value.extend(contents)
-    elif not isinstance(value, tuple):
-        now = contents_of(value)
-        for key in now.keys() - contents.keys():
-            if isinstance(value, dict):
-                del value[key]
-            else:
-                delattr(value, key)
-        for key, x in contents.items():
-            if now.get(key) is not x:
-                put(value, key, x)
+    if isinstance(box, list | deque | set):
+        box.clear()
+        box.update(contents) if isinstance(box, set) else box.extend(contents)
+    elif not isinstance(box, tuple):
+        now = contents_of(box)
+        for key in {**now, **contents}:
+            if key not in contents or key not in now or now[key] is not contents[key]:
+                put(box, key, [contents[key]] if key in contents else [])
 
 
 def _item(box: Any, key: Any) -> Any:
@@ -459,43 +430,29 @@ def _reached(roots: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], Any, Any]]
 
 
 def _compared(
-    path: tuple[Any, ...], value: object, before: Any, after: Any
+    path: tuple[Any, ...], box: object, before: Any
 ) -> Iterator[tuple[Change, list[Any]]]:
-    """Yields how a container has changed, with the new values; each key is a change of its own."""
+    """Yields what is different in a container, an object or a module, with the new values."""
+    after = _contents_after(box, before)
     if isinstance(after, dict):
-        for key, x in after.items():
-            if key not in before or not _same(x, before[key]):
-                yield Change(path, (key,)), [x]
-        if gone := tuple(key for key in before if key not in after):
-            yield Change(path, gone=gone), []
+        for key in {**before, **after}:
+            if key not in after:
+                yield Change(path, key), []
+            elif key not in before or not _same(after[key], before[key]):
+                yield Change(path, key), [after[key]]
         return
-    if not isinstance(value, set) and len(after) < len(before):
-        yield Change(path, more=len(after), gone=tuple(range(len(before)))), after
-        return
-    is_set = isinstance(value, set)
-    keys = [] if is_set else [i for i, x in enumerate(before) if not _same(after[i], x)]
-    added = _added(before, after) if is_set else after[len(before) :]
-    if keys or added:
-        yield Change(path, tuple(keys), len(added)), [*(after[i] for i in keys), *added]
+    pairs = enumerate(zip(before, after, strict=False))
+    kept = next((i for i, (x, y) in pairs if not _same(x, y)), min(len(before), len(after)))
+    if kept < max(len(before), len(after)):
+        yield Change(path, dropped=len(before) - kept), after[kept:]
 
 
-def _values(change: Change, box: Any, before: Any) -> list[Any]:
-    """Returns the values of a change; none if it did not come."""
-    after = contents_of(box)
-    if isinstance(after, dict):
-        return [after[key] for key in change.keys] if after.keys() >= {*change.keys} else []
-    if after is None or before is None:
-        return []
-    added = _added(before, after) if isinstance(box, set) else after[len(before) :]
-    if change.gone:
-        added = after
-    has_all = len(added) == change.more and all(key < len(after) for key in change.keys)
-    return [*(after[key] for key in change.keys), *added] if has_all else []
-
-
-def _added(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
-    known = {id(x) for x in before}
-    return [x for x in after if id(x) not in known]
+def _contents_after(box: object, before: Any) -> Any:
+    """Returns what a container holds. A set has no order: it begins with what it had before."""
+    if not isinstance(box, set):
+        return contents_of(box)
+    places = {id(x): i for i, x in enumerate(before)}
+    return sorted(box, key=lambda x: places.get(id(x), len(places)))
 
 
 def _same(one: object, other: object) -> bool:

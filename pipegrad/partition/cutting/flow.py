@@ -17,22 +17,19 @@ run made.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
-from types import CellType, FunctionType
 
 import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import TopologyError, in_words
 from pipegrad.interop.private import FakeTensorMode, quiet_fake_tensors, tree_flatten
-from pipegrad.partition.structural.calls import Flow, Watch, find, roots_of
-from pipegrad.partition.structural.model_recorder import ModelRecorder
-from pipegrad.partition.structural.shallow import isolated
-from pipegrad.partition.structural.stand_ins import EXPERTS
+from pipegrad.partition.cutting.calls import Flow, Watch, find, roots_of
+from pipegrad.partition.cutting.copies import enclosed, leaves_of, like, with_tensors
+from pipegrad.partition.cutting.recorder import ModelRecorder
+from pipegrad.partition.cutting.stand_ins import EXPERTS
 
 
 def flow_of(
@@ -62,7 +59,7 @@ def flow_of(
     failures = list[Exception]()
     for run, sample in runs:
         try:
-            return _in_both_modes(run, model, layers, sample)
+            return _for_training(run, model, layers, sample)
         except Exception as error:  # one of the last sample is raised below
             if sample is samples[-1]:
                 if isinstance(error, TopologyError):
@@ -76,36 +73,21 @@ def flow_of(
     ) from failure
 
 
-def _in_both_modes(
+def _for_training(
     run: Callable[..., Flow],
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     sample: Mapping[str, object],
 ) -> Flow:
-    """Returns what a model does in its mode, with the random numbers that it draws in training.
+    """Returns what a model does when it is trained; of its own mode, if it fails so.
 
-    A model that was loaded is in eval mode, where no dropout draws, and is trained later.
+    A model that was loaded is in eval mode, and is trained later: then dropout between layers
+    draws, and layers may hand on losses. Batch norm cannot be trained on one row.
     """
-    flow = run(model, layers, sample)
-    if model.training:
-        return flow
-    try:
-        trained = run(model, layers, sample, is_training=True)
-    except Exception:  # noqa: BLE001 - such as batch norm, which cannot be trained on one row
-        return flow
-    if [call.name for call in trained.calls] != [call.name for call in flow.calls]:
-        return flow  # a step in training mode is refused, since it calls other layers
-    if _handed(trained) != _handed(flow):
-        return trained  # what layers hand on in training alone, such as balance losses
-    calls = [
-        replace(call, origin=replace(call.origin, draws=other.origin.draws))
-        for call, other in zip(flow.calls, trained.calls, strict=True)
-    ]
-    return replace(flow, calls=tuple(calls))
-
-
-def _handed(flow: Flow) -> list[object]:
-    return [(call.changes, len(call.outputs), call.origin.sources) for call in flow.calls]
+    if not model.training:
+        with contextlib.suppress(Exception):
+            return run(model, layers, sample, is_training=True)
+    return run(model, layers, sample)
 
 
 def _run(
@@ -138,10 +120,9 @@ def _run(
             stack.enter_context(quiet_fake_tensors())
         if given:
             stack.enter_context(torch.random.fork_rng())
-        shared = _enclosed(model)
-        untouched = stack.enter_context(_untouched(model, shared))
+        untouched = stack.enter_context(_untouched(model))
         with mode:
-            copied = isolated(model, tensor_of, shared)
+            copied = with_tensors(model, tensor_of)
         if not given:  # else what has no fake among its inputs is computed
             stack.enter_context(mode)
         if is_training:
@@ -156,9 +137,10 @@ def _run(
             raise
         recorder.refuse_new_buffers()
         untouched()
-    _install_hooks(model, copied)
+    origins, nested = recorder.seen(returned)
     return Flow(
-        returned=recorder.seen(returned),
+        returned=origins,
+        nested=nested,
         calls=recorder.calls(),
         written=frozenset(recorder.written),
         writes_inputs=recorder.writes_inputs,
@@ -185,59 +167,21 @@ def _fake(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
         device="cpu" if tensor.is_meta else tensor.device,
     )
-    return (
-        nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
-    )
+    return like(tensor, copied)
 
 
 def _shapes_of(sample: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in sample.items() if isinstance(x, Tensor)}
 
 
-def _enclosed(model: nn.Module) -> list[object]:
-    """Returns the containers that functions of a model hold, such as hooks, beside the model."""
-
-    def content(cell: CellType) -> object:
-        try:
-            return cell.cell_contents
-        except ValueError:  # nothing yet
-            return None
-
-    functions = (
-        function
-        for part in model.modules()
-        for function in (*vars(part).values(), *part._forward_hooks.values())
-        if isinstance(function, FunctionType)
-    )
-    contents = (content(cell) for function in functions for cell in function.__closure__ or ())
-    return [x for x in contents if isinstance(x, list | dict | set | deque)]
-
-
-def _install_hooks(model: nn.Module, copied: nn.Module) -> None:
-    """Gives a model the hooks that its first forward installs, and what says that they are there.
-
-    Otherwise each stage would install them in layers that it shares with the model, and the model,
-    or its next cut, once more.
-    """
-    pairs = [(model.get_submodule(name), part) for name, part in copied.named_modules()]
-    if all(part._forward_hooks.keys() <= old._forward_hooks.keys() for old, part in pairs):
-        return
-    for old, part in pairs:
-        for table in ("_forward_hooks", "_forward_hooks_with_kwargs"):
-            for key, hook in vars(part)[table].items():
-                vars(old)[table].setdefault(key, hook)
-        new = vars(part).keys() - vars(old).keys()
-        vars(old).update({name: True for name in new if vars(part)[name] is True})
-
-
 @contextlib.contextmanager
-def _untouched(model: nn.Module, shared: Sequence[object]) -> Iterator[Callable[[], None]]:
+def _untouched(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Puts back what a function of the model, such as a hook, changes of the model itself.
 
     Yields:
         What refuses tensors there: a run of a stage, which is a copy, would not have them.
     """
-    watch, known = Watch(model, (), {}), {id(x) for x in shared}
+    watch, known = Watch(model, (), {}), {id(x) for x in enclosed(leaves_of(model))}
 
     def refuse() -> None:
         for change, values in watch.changes():

@@ -16,6 +16,7 @@ import torch
 
 from pipegrad import run_files
 from pipegrad.errors import ConfigError, WeightsError
+from pipegrad.partition.cutting.copies import like
 from pipegrad.printable import printable
 
 SINGLE = "model.safetensors"
@@ -54,13 +55,11 @@ class Weights:
             WeightsError: If its file is missing, damaged, or has no such tensor.
         """
         path = self.files[name]
+        if self._open_file is None or self._open_file[0] != path:
+            self._open_file = None  # closed before the next file is opened
+            self._open_file = path, _opened(path)
         try:
-            if self._open_file is None or self._open_file[0] != path:
-                self._open_file = None  # closed before the next file is opened
-                self._open_file = path, _opened(path)
             return self._open_file[1].get_slice(name)
-        except WeightsError:
-            raise
         except Exception as error:  # safetensors raises nothing more precise
             what = f"{path} has no tensor {name}, or it is damaged: {error}"
             raise WeightsError(printable(what)) from error
@@ -69,10 +68,6 @@ class Weights:
         """Returns a tensor on the CPU, in memory of its own. Raises as `entry`."""
         # A copy: the tensor of safetensors lies in the mapped file.
         return torch.clone(self.entry(name)[...])
-
-    def close(self) -> None:
-        """Closes the file that was read last."""
-        self._open_file = None
 
     def _find_files(self) -> dict[str, Path]:
         """Returns the file of each tensor."""
@@ -130,12 +125,6 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         extra("safetensors.torch").save_file(dict(tensors), path, metadata={"format": "pt"})
     except Exception as error:  # a SafetensorError, also for a full disk
         raise WeightsError(f"{path} cannot be written: {error}") from error
-
-
-def like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor as a parameter, if the old one is one."""
-    is_parameter = isinstance(old, torch.nn.Parameter)
-    return torch.nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
 
 
 def put(

@@ -6,23 +6,26 @@ batch that it is given. See [Note: flow] and [Note: stage modules].
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from operator import or_
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipegrad.errors import TopologyError
-from pipegrad.interop.private import tree_flatten
-from pipegrad.partition.layers import Part
-from pipegrad.partition.structural.calls import Call, Flow, Origin, Source, find
-from pipegrad.partition.structural.shallow import as_kind, relink, shallow, twin, without_memory
-from pipegrad.partition.structural.stage_module import OwnLayer, Run, StageModule
-from pipegrad.partition.structural.stand_ins import filled, other_layer
+from pipegrad.interop.private import WrappedHook
+from pipegrad.partition.cutting.calls import Call, Flow, Origin, Source, find
+from pipegrad.partition.cutting.copies import leaves_of, with_class, with_tensors, without_memory
+from pipegrad.partition.cutting.layers import Part
+from pipegrad.partition.cutting.stage_module import OwnLayer, Run, StageModule
+from pipegrad.partition.cutting.stand_ins import filled, other_layer
 
+_COPIED = (nn.Module, partial, WrappedHook)
 Edges = Sequence[tuple[int, int]]  # of each stage: its first call, and the call behind its last one
 
 
@@ -53,8 +56,13 @@ def parts_of(
     origins = [_union(call.origin for call in calls[a:b]) for a, b in edges]
     origins[-1] |= _union([*returned.values(), *losses.values()])
     _check_draws(calls, edges, origins)
-    _check_hooks(model, flow)
-    described = {name: _described(layer, name, calls) for name, layer in layers.items()}
+    _check_forwards(model)
+    written = _written(layers, calls)
+    described = {name: _described(layer, written) for name, layer in layers.items()}
+    # Stages copy modules, and methods and hooks that hold some. All else is the model's.
+    held = {
+        id(x): x for x in leaves_of(model) if not isinstance(getattr(x, "__self__", x), _COPIED)
+    }
     needs = [
         sorted(s for s in x.sources if s.call < a) for x, (a, _) in zip(origins, edges, strict=True)
     ]
@@ -67,9 +75,8 @@ def parts_of(
         later = {source for need in needs[stage + 1 :] for source in need}
         sent = sorted(source for source in later if first <= source.call < end)
         here = {call.layer for call in calls[first:end]} | _uncalled(layers, calls, edges, stage)
-        held = {name: layer for name, layer in layers.items() if name in here}
-        run = Run(flow, first, end, inputs=needs[stage], outputs=sent, layers=held)
-        module = _stage_module(model, layers, described, here, run)
+        run = Run(flow, first, end, inputs=needs[stage], outputs=sent)
+        module = _stage_module(model, layers, described, here, run, shared=held | written)
         _place_parameters(model, module, here, layers, origins[stage].parameters)
         outputs = names_of(sent) if not run.is_last else tuple(returned)
         beside = tuple(losses) if run.is_last else ()
@@ -82,29 +89,48 @@ def _union(origins: Iterable[Origin]) -> Origin:
     return reduce(or_, origins, Origin())
 
 
+def _written(layers: Mapping[str, nn.Module], calls: Sequence[Call]) -> dict[int, object]:
+    """Returns by id what layers write into: all stages, and their placeholders, have the same."""
+    written = dict[int, object]()
+    for call in calls:
+        roots = {"modules": dict(layers[call.layer].named_modules())}
+        paths = (x.path for x in call.changes if x.is_inside and len(x.path) > 2)
+        written |= {id(box): box for box in (find(roots, path) for path in paths)}
+    return written
+
+
 def _stage_module(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     described: Mapping[str, nn.Module],
     here: Collection[str],
     run: Run,
+    *,
+    shared: Mapping[int, object],
 ) -> nn.Module:
-    """Returns the model with the layers `here`, and with stand-ins for the others."""
-    replaced = dict[int, nn.Module]()
-    for name in layers.keys() - here:
+    """Returns a copy of the model with the layers `here`, and stand-ins for the others.
+
+    Its layers have the tables of tensors of the model's: what FSDP2 puts there is in both.
+    """
+    memo, standing = dict(shared), list[tuple[nn.Module, nn.Module]]()
+    for name in [name for name in layers if name not in here]:
         lost = {x for call in run.flow.calls if call.layer == name for x in call.lost}
-        replaced |= other_layer(layers[name], name, described[name], run, lost)
+        parts = dict(layers[name].named_modules())
+        others = other_layer(name, described[name], run, lost)
+        standing += [(parts[path], other) for path, other in others.items()]
+    memo |= {id(part): other for part, other in standing}
     for name in here:  # what is inside of them stays, also if other layers hold it
         for part in layers[name].modules():
-            replaced.pop(id(part), None)
-    # A twin has its tensors in the same tables as the layer of the model.
-    twins = {n: as_kind(twin(layer), OwnLayer) for n, layer in layers.items() if n in here}
-    for name, layer in twins.items():
+            memo.pop(id(part), None)
+            memo |= {id(table): table for table in (part._parameters, part._buffers)}
+    module = with_class(with_tensors(model, lambda x: x, memo), StageModule)
+    own = [name for name in layers if name in here]
+    run.layers = {name: with_class(module.get_submodule(name), OwnLayer) for name in own}
+    for part, other in standing:
+        for table in ("_forward_hooks", "_forward_hooks_with_kwargs"):
+            vars(other)[table] = copy.deepcopy(vars(part)[table], memo)
+    for name, layer in run.layers.items():
         vars(layer)["_pipegrad_run"] = run, name, described[name]
-        replaced[id(layers[name])] = layer
-    for layer in twins.values():
-        relink(layer, replaced)
-    module = as_kind(shallow(model, replaced), StageModule)
     vars(module)["_pipegrad_run"] = run
     if not run.is_last:  # hooks of the model see what it returns, which only the last stage has
         for table in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -112,38 +138,12 @@ def _stage_module(
     return module
 
 
-def _described(layer: nn.Module, name: str, calls: Sequence[Call]) -> nn.Module:
-    """Returns a layer without memory; it shares the containers into which the layer writes."""
-    roots = {"modules": dict(layer.named_modules())}
-    changes = (change for call in calls if call.layer == name for change in call.changes)
-    paths = {change.path for change in changes if change.is_inside and len(change.path) > 2}
-    boxes = (find(roots, path) for path in paths)
-    result = without_memory(layer, [box for box in boxes if box is not None])
+def _described(layer: nn.Module, written: Mapping[int, object]) -> nn.Module:
+    """Returns a layer without memory."""
+    result = without_memory(layer, dict(written))
     for part in result.modules():
         part._forward_hooks.clear()  # they would hear runs that are no forwards
     return result
-
-
-def returned_tensors(returned: object) -> dict[str, Origin]:
-    """Returns the tensors among what a model returns, by name; see `Flow.returned`."""
-    if isinstance(returned, Origin):
-        return {"output": returned}
-    if isinstance(returned, Mapping):
-        return {name: value for name, value in returned.items() if isinstance(value, Origin)}
-    leaves = tree_flatten(returned, lambda x: isinstance(x, Origin))[0]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Origin)]
-    return {f"output{number}": leaf for number, leaf in enumerate(tensors)}
-
-
-def returned_beside(returned: object, endings: tuple[str, ...]) -> dict[str, Origin]:
-    """Returns what has such a name among what a model returns, also if it is several tensors."""
-    found = dict[str, Origin]()
-    for name, value in returned.items() if isinstance(returned, Mapping) else ():
-        leaves = tree_flatten(value, lambda x: isinstance(x, Origin))[0]
-        origins = [leaf for leaf in leaves if isinstance(leaf, Origin)]
-        if name.endswith(endings) and origins:
-            found[name] = _union(origins)
-    return found
 
 
 def _uncalled(
@@ -180,48 +180,21 @@ def _check_draws(calls: Sequence[Call], edges: Edges, origins: Sequence[Origin])
             )
 
 
-def _check_hooks(model: nn.Module, flow: Flow) -> None:
-    """Refuses hooks that hand on what they hear to a module: stages are copies of it."""
-    for name, part in model.named_modules():
-        for hook in part._forward_hooks.values() if flow.is_heard else ():
-            if isinstance(getattr(hook, "__self__", None), nn.Module):
-                raise TopologyError(
-                    f"a hook of {name!r} is a method of a module, and code outside of layers uses "
-                    f"what it hears: stages are copies of that module. Take a function that "
-                    f"appends to a list, or use what layers return"
-                )
+def _check_forwards(model: nn.Module) -> None:
+    """Refuses modules whose forward would run code of the uncut model in a copy."""
+    for part in model.modules():
+        forward = vars(part).get("forward")  # peft may hand on to the model inside
+        is_copied = isinstance(getattr(forward, "__self__", forward), _COPIED)
+        if (forward and not is_copied) or hasattr(part, "_orig_mod"):
+            raise TopologyError(
+                f"the forward of a {type(part).__name__} was exchanged, as torch.compile and "
+                f"accelerate do: cut the model first, and compile or wrap its stages"
+            )
 
 
 def _layer_of(path: str, layers: Iterable[str]) -> str | None:
     """Returns the layer that a module is, or that it is inside of."""
     return next((name for name in layers if path == name or path.startswith(f"{name}.")), None)
-
-
-def _refuse_inside(
-    model: nn.Module, here: Collection[str], layers: Mapping[str, nn.Module], used: Collection[str]
-) -> None:
-    """Refuses code outside of layers that uses what is inside of a layer of another stage.
-
-    A parameter of the layer itself can be on several stages, and so can a tied one.
-    """
-    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = {id(parameter) for layer in here for parameter in layers[layer].parameters()}
-    parameters = model.named_parameters(remove_duplicate=False)
-    for name, tensor in (*parameters, *model.named_buffers()):
-        is_parameter = id(tensor) in first_names
-        path = name.rpartition(".")[0]
-        layer = _layer_of(path, layers)
-        if (
-            layer is None
-            or layer in here
-            or (is_parameter and (layer == path or id(tensor) in held))
-        ):
-            continue
-        if first_names.get(id(tensor), name) in used:
-            raise TopologyError(
-                f"code outside of layers uses {'' if is_parameter else 'buffer '}{name}, which is "
-                f"inside of a layer of another stage: choose boundaries that have both on one stage"
-            )
 
 
 def _place_parameters(
@@ -233,6 +206,9 @@ def _place_parameters(
 ) -> None:
     """Gives a stage those parameters that belong to no layer of it.
 
+    Code outside of layers may use a parameter of a layer itself on several stages, and so a tied
+    one. It is refused if it uses what else is inside of a layer of another stage.
+
     Args:
         model: The uncut model.
         module: The stage.
@@ -240,16 +216,24 @@ def _place_parameters(
         layers: The layers, by name.
         used: Names of parameters and buffers that code outside of layers uses on this stage.
     """
-    _refuse_inside(model, here, layers, used)
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = {id(parameter) for layer in here for parameter in layers[layer].parameters()}
     for path, holder in model.named_modules():
         layer = _layer_of(path, layers)
-        if layer in here or layer not in (None, path):
+        if layer in here:
             continue
-        part = module.get_submodule(path)
-        for name, parameter in holder._parameters.items():
-            if parameter is None:
-                continue
+        is_inside = layer not in (None, path)
+        buffers = {f"buffer {path}.{n}": x for n, x in _held(holder._buffers) if layer is not None}
+        of = _held(holder._parameters)
+        inside = {f"{path}.{n}": x for n, x in of if is_inside and id(x) not in held}
+        for name, tensor in (buffers | inside).items():
+            if first_names.get(id(tensor), name.removeprefix("buffer ")) in used:
+                raise TopologyError(
+                    f"code outside of layers uses {name}, which is inside of a layer of another "
+                    f"stage: choose boundaries that have both on one stage"
+                )
+        for name, parameter in () if is_inside else of:
+            part = module.get_submodule(path)
             if first_names[id(parameter)] in used:
                 part._parameters[name] = parameter
             elif layer is None:
@@ -257,3 +241,7 @@ def _place_parameters(
                 del part._parameters[name]
                 device = torch.device("cpu" if parameter.is_meta else parameter.device)
                 vars(part)[name] = filled(parameter.shape, parameter.dtype, device)
+
+
+def _held(table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, tensor) for name, tensor in table.items() if tensor is not None]

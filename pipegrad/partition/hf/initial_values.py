@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ from torch import nn
 
 from pipegrad.errors import WeightsError
 from pipegrad.interop.private import TorchDispatchMode, storage_key
-from pipegrad.partition.weights.files import extra, listed
+from pipegrad.partition.cutting.copies import like, without_memory
+from pipegrad.partition.hf.files import extra, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,14 +49,30 @@ def initial_values(
     Raises:
         WeightsError: If the model does not initialise one of the tensors.
     """
-    skeleton = _skeleton(model, {})
-    wanted = {name: _materialised(skeleton, name) for name in sorted(names)}
+    skeleton = without_memory(model)
+    # Nothing is tied: else each module of a tie would initialise its tensor, and the last count.
+    for module in skeleton.modules():
+        for table in (module._parameters, module._buffers):
+            held = {name: x for name, x in table.items() if x is not None}
+            table.update({name: like(x, torch.empty_like(x)) for name, x in held.items()})
+    wanted = dict[str, torch.Tensor]()
+    for name in sorted(names):
+        path, _, attribute = name.rpartition(".")
+        old = getattr(skeleton.get_submodule(path), attribute)
+        value = torch.nan if old.is_floating_point() else 0
+        wanted[name] = like(old, torch.full_like(old, value, device="cpu"))
+        setattr(skeleton.get_submodule(path), attribute, wanted[name])
     versions = {name: tensor._version for name, tensor in wanted.items()}
     seeds = _SeedByName(seed, skeleton)
+    # Modules inside come first, by the rules of the innermost model of transformers around them.
+    owners: dict[str, Any] = {}
+    kind = extra("transformers").PreTrainedModel
+    for name, module in skeleton.named_modules():
+        owners[name] = module if isinstance(module, kind) else owners[name.rpartition(".")[0]]
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), seeds:
-        for module_name, module, owner in _children_first(skeleton, "", skeleton, set()):
-            seeds.module = module_name
-            owner._init_weights(module)
+        for name, owner in reversed(owners.items()):
+            seeds.module = name
+            owner._init_weights(skeleton.get_submodule(name))
     # Floating-point tensors were filled with NaN. The version of a tensor counts its writes, but
     # not those through `.data`.
     missed = [
@@ -72,78 +89,6 @@ def initial_values(
     return {name: tensor.detach() for name, tensor in wanted.items()}
 
 
-def _skeleton(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
-    """Returns a copy of a module tree, with all tensors on the meta device and none of them tied.
-
-    Otherwise each module of a tie would initialise its tensor, and the last one would count.
-    """
-    if id(module) in made:
-        return made[id(module)]
-    # Not copy.copy, which a parametrized module refuses.
-    new: nn.Module = object.__new__(type(module))
-    new.__dict__.update(module.__dict__)
-    made[id(module)] = new
-    new._parameters = {
-        name: None
-        if p is None
-        else nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for name, p in module._parameters.items()
-    }
-    new._buffers = {
-        name: None if b is None else torch.empty_like(b, device="meta")
-        for name, b in module._buffers.items()
-    }
-    new._modules = {
-        name: None if child is None else _skeleton(child, made)
-        for name, child in module._modules.items()
-    }
-    return new
-
-
-def _materialised(skeleton: nn.Module, name: str) -> torch.Tensor:
-    """Gives a tensor memory on the CPU, and returns it."""
-    path, _, attribute = name.rpartition(".")
-    module = skeleton.get_submodule(path)
-    old = getattr(module, attribute)
-    new = torch.empty_like(old, device="cpu")
-    new.fill_(float("nan") if new.is_floating_point() else 0)
-    new = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-    setattr(module, attribute, new)
-    return new
-
-
-def _children_first(
-    module: nn.Module,
-    name: str,
-    owner: Any,  # noqa: ANN401 - a PreTrainedModel
-    seen: set[int],
-) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yields name, module and the model whose `_init_weights` serves it, in transformers' order."""
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    kind = extra("transformers").PreTrainedModel
-    for child_name, child in module.named_children():
-        full = f"{name}.{child_name}" if name else child_name
-        yield from _children_first(child, full, child if isinstance(child, kind) else owner, seen)
-    yield name, module, owner
-
-
-class NamedSeeds:
-    """Seeds of the draws of a run. See [Note: seeds by name]."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._draws = Counter[str]()
-
-    def of(self, name: str) -> int:
-        """Returns the seed of the next draw for a tensor of this name."""
-        self._draws[name] += 1
-        text = f"{self._seed}/{name}/{self._draws[name]}"
-        digest = hashlib.sha256(text.encode()).digest()
-        return int.from_bytes(digest[:8]) >> 1
-
-
 class _SeedByName(TorchDispatchMode):
     """Seeds every operator that draws random numbers. See [Note: seeds by name]."""
 
@@ -152,7 +97,7 @@ class _SeedByName(TorchDispatchMode):
         self.module = ""
         tensors = chain(model.named_parameters(), model.named_buffers())
         self._names = {storage_key(t.untyped_storage()): name for name, t in tensors}
-        self._seeds = NamedSeeds(seed)
+        self._seed, self._draws = seed, Counter[str]()
 
     # ANN401: an operator takes and returns anything.
     def __torch_dispatch__(
@@ -167,5 +112,8 @@ class _SeedByName(TorchDispatchMode):
             target, name = args[0] if args else None, f"a temporary of {self.module}"
             if isinstance(target, torch.Tensor):
                 name = self._names.get(storage_key(target.untyped_storage()), name)
-            torch.default_generator.manual_seed(self._seeds.of(name))
+            self._draws[name] += 1
+            text = f"{self._seed}/{name}/{self._draws[name]}"
+            digest = hashlib.sha256(text.encode()).digest()
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8]) >> 1)
         return func(*args, **(kwargs or {}))

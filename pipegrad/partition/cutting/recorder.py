@@ -6,6 +6,7 @@ What it records, and why, is in [Note: flow] in `flow`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,21 +26,22 @@ from pipegrad.interop.private import (
     tree_flatten,
     weak_storage,
 )
-from pipegrad.partition.structural.calls import (
+from pipegrad.partition.cutting.calls import (
     Call,
     Change,
-    Like,
     Origin,
     Output,
-    Replaced,
+    PutIn,
     Source,
     Watch,
     contents_of,
     find,
     kinds_of,
+    put_back,
+    replaced,
     roots_of,
 )
-from pipegrad.partition.structural.shallow import as_kind
+from pipegrad.partition.cutting.copies import with_class
 from pipegrad.pipeline.stage import fields_of
 
 _INDEXED = (
@@ -58,6 +60,23 @@ class RecordedLayer(nn.Module):
     def _pipegrad_call(self, call: Any, args: Any, kwargs: Any) -> Any:
         """Runs the layer, and records it."""
         return vars(self)["_recorder"].call(vars(self)["_layer_name"], self, call, args, kwargs)
+
+
+@dataclass
+class _Known:
+    """A tensor outside of layers. It is kept alive, so its id and storage are not used again.
+
+    Attributes:
+        tensor: The tensor.
+        origin: What it was computed from.
+        source: The output of a layer that it is; None if it is none.
+        is_heard: Whether it is what a hook heard.
+    """
+
+    tensor: Tensor
+    origin: Origin
+    source: Source | None = None
+    is_heard: bool = False
 
 
 @dataclass
@@ -105,7 +124,7 @@ class ModelRecorder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         for name in layers:
-            layer = as_kind(model.get_submodule(name), RecordedLayer)
+            layer = with_class(model.get_submodule(name), RecordedLayer)
             vars(layer).update(_recorder=self, _layer_name=name)
         self._model = model
         self._buffers = dict(model.named_buffers())
@@ -116,22 +135,18 @@ class ModelRecorder(TorchDispatchMode):
         self._inputs = _keys(inputs)
         self._calls: list[Call] = []
         self._changes: list[tuple[nn.Module, Changes]] = []  # of each call
-        self._times: dict[str, int] = {}  # how often each layer was called
         self._running: _Running | None = None
         self._function = ""  # the autograd function that runs outside of layers
         self._is_quiet = False  # what runs is the recorder's own
-        self._origins: dict[int, Origin] = {}  # by id of a tensor
-        self._sources: dict[int, Source] = {}  # by id of a tensor that a layer returned
-        # By storage: a write into a view changes all tensors of its memory. They are kept alive,
-        # so no id and no key of a storage is used again.
-        self._by_storage: dict[int, list[Tensor]] = {}
+        self._known: dict[int, _Known] = {}  # by id of a tensor
+        # By storage: a write into a view changes all tensors of its memory.
+        self._by_storage = defaultdict[int, list[_Known]](list)
         # By storage: the layer that made it of what it was given or holds, or wrote into it.
         # No key is used again as long as there is a weak reference.
         self._makers: dict[int, tuple[str, object]] = {}
         # What code decided by the values of tensors: everything behind it depends on these.
         self._decided = Origin()
         self._num_draws = 0
-        self._heard = set[int]()  # by id: what hooks heard
         self.written = set[Source]()
         self.writes_inputs = False
         self.is_heard = False
@@ -227,17 +242,16 @@ class ModelRecorder(TorchDispatchMode):
         _refuse_overwritten(running.reads)
         written = {id(x) for x in overwritten}
         unchanged = {key: x for key, x in running.clones.items() if id(x) not in written}
-        number, before = len(self._calls), self._times.get(name, 0)
+        number, before = len(self._calls), sum(call.layer == name for call in self._calls)
         # Where each tensor stands first, by id.
         first = {id(x): i for i, x in reversed([*enumerate(every)]) if isinstance(x, Tensor)}
-        self._times[name] = before + 1
         self._calls.append(
             Call(
                 name=f"{name}#{before}" if before else name,
                 layer=name,
                 origin=running.reads,
                 outputs=tuple(
-                    _output(layer, leaf, i, first, inputs, given=unchanged.get(id(leaf)))
+                    _output(leaf, i, first, inputs, given=unchanged.get(id(leaf)))
                     for i, leaf in enumerate(every)
                 ),
                 structure=structure,
@@ -254,12 +268,14 @@ class ModelRecorder(TorchDispatchMode):
         self._changes.append((layer, followed))
         for (change, _), (more, _) in zip(followed, handed, strict=True):
             for tensor in _tensors(more):
-                self._hand(tensor, Source(number, first[id(tensor)]), is_heard=change.is_heard)
+                source = Source(number, first[id(tensor)])
+                self._set(tensor, Origin(frozenset({source})), source, is_heard=change.is_heard)
         # Code behind the layer gets tensors of its own: a layer may return what it was given.
         with self._quietly():
             others = {id(x): x.detach() for x in _tensors(leaves)}
-        for leaf in _tensors(leaves):
-            self._hand(others[id(leaf)], Source(number, first[id(leaf)]))
+        for key, tensor in others.items():
+            source = Source(number, first[key])
+            self._set(tensor, Origin(frozenset({source})), source)
         for tensor in overwritten:
             self._write(tensor, Origin(writers=frozenset({name})))
         return structure.unflatten([others.get(id(leaf), leaf) for leaf in leaves])
@@ -281,16 +297,16 @@ class ModelRecorder(TorchDispatchMode):
                 running.inputs[key] = tensor
             return copied
 
-        clones = Replaced(clone)
+        put_in: PutIn = {}
         with self._quietly():
-            args, kwargs = clones.of(args), clones.of(kwargs)
+            args, kwargs = replaced((args, kwargs), clone, put_in)
         watch = Watch(layer, args, kwargs)
         with watch.listening(), torch.enable_grad():
             returned = function(*args, **kwargs)
         changes = watch.changes()
         # Whatever the model makes of it: it may also ask whether there is something.
         self.is_heard |= any(map(_collects, layer.modules()))
-        clones.put_back()
+        put_back(put_in)
         return returned, changes
 
     def calls(self) -> tuple[Call, ...]:
@@ -308,16 +324,16 @@ class ModelRecorder(TorchDispatchMode):
             calls.append(replace(call, cleared=frozenset(cleared)))
         return tuple(calls)
 
-    def seen(self, returned: object) -> object:
-        """Returns what a model returned, with an `Origin` in the place of each tensor."""
-        leaves, structure = tree_flatten(returned)
-        _refuse_overwritten(self._origin_of(leaves))
-        return structure.unflatten(
-            [
-                self._origin_of(leaf) | self._decided if isinstance(leaf, Tensor) else leaf
-                for leaf in leaves
-            ]
-        )
+    def seen(self, returned: object) -> tuple[dict[str, Origin], frozenset[str]]:
+        """Returns what results of a model were computed from, by name, and which are no tensors."""
+        _refuse_overwritten(self._origin_of(returned))
+        made: dict[str, object] = {f"output{i}": x for i, x in enumerate(_tensors(returned))}
+        if isinstance(returned, Tensor):
+            made = {"output": returned}
+        elif isinstance(returned, Mapping):
+            made = {name: x for name, x in returned.items() if _tensors(x)}
+        origins = {name: self._origin_of(x) | self._decided for name, x in made.items()}
+        return origins, frozenset(name for name, x in made.items() if not isinstance(x, Tensor))
 
     def refuse_new_buffers(self) -> None:
         """Refuses code outside of layers that put other tensors in the place of buffers.
@@ -326,10 +342,10 @@ class ModelRecorder(TorchDispatchMode):
         """
         saved = self._model.state_dict(keep_vars=True)
         for name, buffer in self._model.named_buffers():
-            origin = self._origins.get(id(buffer))
-            if buffer is self._buffers.get(name) or id(buffer) in self._sources:
-                continue  # or of a layer
-            if origin and (name in saved or origin.sources):
+            known = self._known.get(id(buffer))
+            if known is None or known.source or buffer is self._buffers.get(name):
+                continue  # of the model, or of a layer
+            if name in saved or known.origin.sources:
                 raise TopologyError(_writes(name))
 
     def _origin_of(self, values: object) -> Origin:
@@ -338,7 +354,7 @@ class ModelRecorder(TorchDispatchMode):
             name = self._names.get(id(tensor))
             if name:
                 origin |= Origin(parameters=frozenset({name}))
-            known = self._origins.get(id(tensor))
+            known = self._known.get(id(tensor))
             if known is None and (maker := self._makers.get(_key(tensor))) and not name:
                 reader = f"layer {self._running.layer!r}" if self._running else _GLUE
                 raise TopologyError(
@@ -347,8 +363,9 @@ class ModelRecorder(TorchDispatchMode):
                     f"append it to a list that the layer is given, or set it as an attribute of "
                     f"the layer"
                 )
-            origin |= known or Origin()
-            self.is_heard |= id(tensor) in self._heard
+            if known is not None:
+                origin |= known.origin
+                self.is_heard |= known.is_heard
         return origin
 
     def _read(self, running: _Running, values: object) -> None:
@@ -373,13 +390,6 @@ class ModelRecorder(TorchDispatchMode):
             if key and key not in running.inputs and key not in self._named:
                 self._makers[key] = running.layer, weak_storage(tensor.untyped_storage())
 
-    def _hand(self, tensor: Tensor, source: Source, *, is_heard: bool = False) -> None:
-        """Records that a layer hands a tensor on."""
-        self._sources[id(tensor)] = source
-        self._set(tensor, Origin(frozenset({source})))
-        if is_heard:
-            self._heard.add(id(tensor))
-
     @contextmanager
     def _quietly(self) -> Iterator[None]:
         self._is_quiet = True
@@ -388,9 +398,16 @@ class ModelRecorder(TorchDispatchMode):
         finally:
             self._is_quiet = False
 
-    def _set(self, tensor: Tensor, origin: Origin) -> None:
-        self._origins[id(tensor)] = origin
-        self._by_storage.setdefault(_key(tensor), []).append(tensor)
+    def _set(
+        self,
+        tensor: Tensor,
+        origin: Origin,
+        source: Source | None = None,
+        *,
+        is_heard: bool = False,
+    ) -> None:
+        known = self._known[id(tensor)] = _Known(tensor, origin, source, is_heard)
+        self._by_storage[_key(tensor)].append(known)
 
     def _write(self, tensor: Tensor, origin: Origin) -> None:
         """Records that a tensor outside of layers was written into."""
@@ -398,11 +415,12 @@ class ModelRecorder(TorchDispatchMode):
         if key in self._buffer_names:
             raise TopologyError(_writes(self._buffer_names[key]))
         self.writes_inputs |= key in self._inputs
-        self._set(tensor, self._origins.get(id(tensor), Origin()) | origin)
+        if id(tensor) not in self._known:
+            self._set(tensor, origin)
         for other in self._by_storage[key]:
-            self._origins[id(other)] = self._origins[id(other)] | origin
-            if id(other) in self._sources:
-                self.written.add(self._sources[id(other)])
+            other.origin |= origin
+            if other.source is not None:
+                self.written.add(other.source)
 
 
 @contextmanager
@@ -450,8 +468,8 @@ def _followed(layer: str, changes: Changes) -> tuple[Changes, frozenset[tuple[st
         elif _tensors(values):
             followed.append((change, values))
         else:
-            attributes = change.path[2:3] or (*change.keys, *change.gone)
-            lost |= {(change.path[1], name) for name in attributes}
+            attribute = change.path[2] if len(change.path) > 2 else change.key
+            lost.add((change.path[1], attribute))
     return followed, frozenset(lost)
 
 
@@ -536,7 +554,6 @@ def _writes(buffer: str) -> str:
 
 
 def _output(
-    layer: nn.Module,
     leaf: object,
     number: int,
     first: Mapping[int, int],
@@ -549,21 +566,8 @@ def _output(
         return Output(value=leaf)
     same = first[id(leaf)] if first[id(leaf)] < number else None
     tensors = [(i, x) for i, x in enumerate(inputs) if isinstance(x, Tensor)]
-    # Most layers keep the shape, an embedding adds a dimension, and a Linear changes the last one.
-    # Others may change it too, such as a convolution, but not to the same size in each batch.
-    lengths = {length for _, tensor in tensors for length in tensor.shape}
-    candidates = [
-        Like(number, dims, tuple(leaf.shape[dims:]))
-        for lost in ((0, 1) if isinstance(layer, nn.Linear) else (0,))
-        for number, tensor in tensors
-        for dims in [tensor.dim() - lost]
-        if dims > 0 and tensor.shape[:dims] == leaf.shape[:dims] and leaf.dim() - dims <= 1
-        # What is new is a constant only if the sample has no such length.
-        if lengths.isdisjoint(leaf.shape[dims:])
-    ]
-    like = min(candidates, key=lambda one: len(one.more), default=None)
-    if not leaf.dim() and tensors:
-        like = Like(tensors[0][0], 0, ())
-    if at := [i for i, x in tensors if x is given]:
-        like = Like(at[0], leaf.dim(), (), is_it=True)
-    return Output(shape=leaf.shape, dtype=leaf.dtype, like=like, same=same)
+    at = [i for i, x in tensors if x is given]
+    # Most layers keep the shape of hidden states. Masks have other lengths in chunks of time.
+    alike = [i for i, x in tensors if x.shape == leaf.shape and x.is_floating_point()]
+    like = next(iter([*at, *alike]), None)
+    return Output(shape=leaf.shape, dtype=leaf.dtype, like=like, is_input=bool(at), same=same)

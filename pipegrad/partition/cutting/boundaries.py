@@ -94,6 +94,13 @@ def cost_of(layers: Sequence[Layer], num_stages: int, by: str | Sequence[float])
     Raises:
         TopologyError: If `by` is unknown, or has something else than finite numbers from 0 on.
     """
+    if by == "time":
+        by = [layer.time for layer in layers]
+        if not any(by):
+            raise TopologyError(
+                "by='time' needs a run of the model: take how='structural', or a number for each "
+                "layer"
+            )
     if not isinstance(by, str):
         if len(by) != len(layers):
             raise TopologyError(
@@ -109,14 +116,6 @@ def cost_of(layers: Sequence[Layer], num_stages: int, by: str | Sequence[float])
         return lambda stage, start, end: sums[end] - sums[start]
     if by not in BY:
         raise TopologyError(f"by is {by!r}, expected one of {list(BY)}, or a number for each layer")
-    if by == "time":
-        if not any(layer.time for layer in layers):
-            raise TopologyError(
-                f"by={by!r} needs a run of the model: take how='structural', or a number for each "
-                "layer"
-            )
-        times = [0.0, *accumulate(layer.time for layer in layers)]
-        return lambda stage, start, end: times[end] - times[start]
     if by == "parameters":
         elements = _unique(layers, 1)
         return lambda stage, start, end: elements(start, end)

@@ -1,1 +1,0 @@
-"""How does a model's own code run on each stage?"""

@@ -1,1 +1,0 @@
-"""Where do the values of a stage come from, and where are they saved?"""
