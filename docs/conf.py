@@ -75,6 +75,8 @@ napoleon_use_ivar = True
 
 HOUSE_IS_DRAWN = "`scripts/docs` draws `docs/house.svg`"
 HOUSE = "![The folders of pipegrad: the core in blue, the tools in orange.](house.svg)\n\n"
+# Pages whose end is made: function of scripts/docs.
+MADE = {"docs/files": "files", "docs/config": "config", "docs/families": "families"}
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 _LISTED = re.compile(r"^- \[(?P<title>[^\]]+)\]\((?P<page>[^)#]+)\.\w+\)", re.MULTILINE)
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
@@ -105,16 +107,16 @@ def contents(index: str) -> dict[str, str]:
 
 
 def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Drops the markers of tests; adds the side bar, the list of files and the drawn folders."""
+    """Drops the markers of tests; adds the side bar, tables that are made, and drawn folders."""
     source[0] = source[0].replace(HOUSE_IS_DRAWN, HOUSE + HOUSE_IS_DRAWN)  # git has no such file
     source[0] = _COMMENT.sub("", source[0])
     index = ROOT / f"{root_doc}.md"
     if docname in (root_doc, "docs/numbers"):
         app.env.note_dependency(index)  # who changes the list changes the side bar
         source[0] += "\n\n" + contents(index.read_text(encoding="utf-8"))[docname]
-    if docname == "docs/files":
-        script = ROOT / "scripts" / "docs"
-        source[0] += "\n".join(runpy.run_path(str(script))["files"]())
+    if docname in MADE:
+        script = runpy.run_path(str(ROOT / "scripts" / "docs"))
+        source[0] += "\n".join(script[MADE[docname]]())
 
 
 def tidy(

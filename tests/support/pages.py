@@ -92,8 +92,8 @@ def num_ranks(page: str) -> int:
 
 
 BLOCKS = {page: list(blocks_of(page)) for page in PAGES}
-# The first block of these pages is a script, whole and with the same losses.
-SCRIPTS = {page: BLOCKS[page][n].code for page, n in (("README.md", 4), ("docs/attach.md", 0))}
+# The first block of these pages is a script, whole and with the losses of one process.
+SCRIPTS = {page: BLOCKS[page][0].code for page in ("docs/attach.md",)}
 
 
 def file_of(page: str, name: str) -> str:
