@@ -1,4 +1,4 @@
-"""Audits of defects of tensor, context and expert parallelism: the table of docs/audit.md.
+"""Audits of defects of tensor, context and expert parallelism: the table of README.md.
 
 python benchmarks/audit/other_axes.py                  all defects, a line for each
 python benchmarks/audit/other_axes.py 7452.8 715       some of them
