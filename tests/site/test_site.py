@@ -30,7 +30,7 @@ QUERIES = {
     "hang": "docs/how_to/debug_a_hang",
     "codec": "docs/codecs",
     "fp16": "docs/how_to/mixed_precision",
-    "resume": "docs/how_to/resume",
+    "resume": "docs/how_to/checkpoints",
     "slurm": "docs/how_to/slurm_and_kubernetes",
 }
 
@@ -216,7 +216,7 @@ def test_drawings_can_be_read_on_a_phone(site: Site) -> None:
     inner = (
         "return arguments[0].clientWidth - 2 * parseFloat(getComputedStyle(arguments[0]).padding)"
     )
-    for name in ("docs/index", "docs/concepts", "docs/placements", "docs/tutorials/slow_network"):
+    for name in ("docs/index", "docs/concepts", "docs/handlers", "docs/how_to/choose_a_schedule"):
         site.open(name)
         for drawing in site.all("article img"):
             shown = site.page.run(inner, drawing)
