@@ -133,7 +133,7 @@ def test_home_says_in_its_order_for_whom_shows_a_run_and_leads_on(site: Site) ->
     site.open("docs/index")
     headings = [each.text.rstrip("#¶") for each in site.all("main h2, article h2")]
     assert headings[:4] == [
-        "Is it for you?", "A whole example", "Which page do I read?", "Results",
+        "Is it for you?", "A whole example", "Which page do I read?", "Start here",
     ]  # fmt: skip
     code, output = [each.text for each in site.all("article pre")][:2]
     assert code.startswith("import torch")
