@@ -238,7 +238,7 @@ CASES = {
         "too_long': the model has positions for 32 tokens .* sequences have 40: choose shorter"
     ),
     "model={pretrained='wider'}": (
-        r"pretrained = 'wider': rank 0: .*_proj.weight has shape .*, and .* \(load the stages: 2"
+        r"pretrained = 'wider': rank 0: .*_proj.weight has shape .*, expected .*load the stages: 2"
     ),
     "model.config=hidden.json": (
         "model = .*hidden.json.*sets .'output_hidden_states'., which collects"
