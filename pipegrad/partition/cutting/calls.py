@@ -370,7 +370,7 @@ def apply(change: Change, values: list[Any], box: Any) -> Callable[[], None]:
 
 def put(box: Any, key: Any, values: Sequence[object]) -> None:
     """Sets a value of a container, an object or a module, or removes it if there is none."""
-    table = box if isinstance(box, list | deque | dict) else vars(box)
+    table: Any = box if isinstance(box, list | deque | dict) else vars(box)
     if not values:
         for each in (table, getattr(box, "_buffers", {})):
             each.pop(key, None)

@@ -54,7 +54,8 @@ def initial_values(
     for module in skeleton.modules():
         for table in (module._parameters, module._buffers):
             held = {name: x for name, x in table.items() if x is not None}
-            table.update({name: like(x, torch.empty_like(x)) for name, x in held.items()})
+            untied: Any = {name: like(x, torch.empty_like(x)) for name, x in held.items()}
+            table.update(untied)
     wanted = dict[str, torch.Tensor]()
     for name in sorted(names):
         path, _, attribute = name.rpartition(".")

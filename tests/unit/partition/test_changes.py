@@ -393,7 +393,8 @@ def test_hooks_that_a_forward_installs_are_there_once_however_often_the_model_is
     for num_stages in (2, 4):
         parts = cut(model, num_stages)
         check(model, parts, true)
-        for stage in parts.modules.values():
+        stages: Any = parts.modules.values()
+        for stage in stages:
             assert [len(part._forward_hooks) for part in stage.layers] == [1] * 4
 
 
