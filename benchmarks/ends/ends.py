@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology, attach
 from pipegrad.train.config import load
-from pipegrad.train.trainer import Trainer
+from pipegrad.train.loop import Trainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tied_gpt.toml"
 RANKS, STEPS, LIMIT_SECONDS, AGAIN_SECONDS = 2, 2, 120, 5

@@ -26,7 +26,7 @@ from torch import nn
 
 from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
-from pipegrad.train.trainer import Trainer
+from pipegrad.train.loop import Trainer
 
 JOB = """
 [model]

@@ -109,7 +109,7 @@ def plan(
 def _profiled(job: Job, costs: Costs | None, path: Path) -> Costs:
     """Returns costs with measured stages, and saves them; the network is that of `costs`."""
     from pipegrad.simulation.costs import Costs
-    from pipegrad.train.stages import profile_job
+    from pipegrad.train.summary import profile_job
 
     result = replace(costs or Costs(()), stages=profile_job(job))
     saving("--profile", path, result.save)

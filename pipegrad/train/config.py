@@ -1,26 +1,29 @@
 """Config: reads and validates a configuration from TOML and ``--set``.
 
-An error names key and value. `sizes_of` says how a number of ranks fits a configuration. No code of
-the user runs here.
+An error names key and value. `sizes_of` says how a number of ranks fits a configuration.
+`with_options` imports a function that it names. No other code of the user runs here.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
+import pkgutil
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import Field, PrivateAttr, ValidationError
 
 from pipegrad import run_files
-from pipegrad.errors import ConfigError, reason
+from pipegrad.errors import ConfigError, in_words, reason
 from pipegrad.limits import MOST_CONFIG_BYTES, MOST_CONFIG_DEPTH
 from pipegrad.plugins.handler import DEFAULT_HANDLERS
-from pipegrad.plugins.registry import redacted
+from pipegrad.plugins.registry import complaints_of, redacted
 from pipegrad.printable import printable, shortened
 from pipegrad.train.schema import (
     Choice,
@@ -344,3 +347,50 @@ def _num_shares(config: Config, data: int) -> int:
     if len(set(names)) < len(names) or not set(names) <= set(sizes):
         config.refuse("parallel.data_dimensions", f"expected of {[*sizes]}, once each")
     return math.prod(sizes[name] for name in names)
+
+
+# Functions that a configuration names as ``module:function``.
+
+
+def imported(config: Config, key: str, name: str) -> Callable[..., Any]:
+    """Returns the function of a name.
+
+    Raises:
+        ConfigError: If it cannot be imported, or is no function.
+    """
+    try:
+        function: object = pkgutil.resolve_name(name)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
+        config.refuse(key, f"cannot be imported: {in_words(error)}", cause=error)
+    if not callable(function):
+        config.refuse(key, f"is {type(function).__name__}, expected a function")
+    return function
+
+
+def with_options(
+    config: Config, key: str, choice: Named, given: Callable[[list[str]], Collection[str]]
+) -> Callable[..., Any]:
+    """Returns the function of a choice, its keyword arguments bound.
+
+    Args:
+        config: The configuration.
+        key: Where the choice stands, for messages.
+        choice: Name and keyword arguments.
+        given: Takes the names of the function's parameters; returns those that the caller passes.
+
+    Raises:
+        ConfigError: As `imported` does; or if the function does not take these arguments.
+    """
+    function = imported(config, key, choice.name)
+    passed = given(parameters_of(function))
+    if complaint := complaints_of(function, choice.options, given=passed):
+        config.refuse(key, f"the function {complaint}")
+    return partial(function, **choice.options)
+
+
+def parameters_of(function: Callable[..., object]) -> list[str]:
+    """Returns the names of a function's parameters; none if it has no signature."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError:  # some functions written in C
+        return []

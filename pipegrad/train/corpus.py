@@ -31,7 +31,6 @@ from pipegrad.train.config import Config, beside, path_of
 
 TOKENIZER = "tokenizer.json"  # in a directory of transformers
 _VERSION = 2  # of what `_pieces` makes of a file
-_FEWEST_TOKENS = 2  # a token and its successor
 _LINES, _DOCUMENTS = 10_000, 256  # so many are encoded at once, in some 100 KB
 _SHUFFLED = 1000  # sequences of a stream that wait in memory, of which one is drawn
 Tokens = NDArray[np.unsignedinteger[Any]]
@@ -167,11 +166,6 @@ class Corpus:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences that lie one behind the other in the text."""
-        return (len(self) - 1) // self._length
-
     def batch(
         self, step: int, *, seed: int, size: int, share: int = 0, num_shares: int = 1
     ) -> tuple[Tensor, Tensor]:
@@ -189,7 +183,7 @@ class Corpus:
 
         None if the text has no such batch that is full.
         """
-        if number * size > self.num_sequences:
+        if number * size * self._length >= len(self):
             return None
         indices = torch.arange((number - 1) * size, number * size)
         return self._sequences(indices.chunk(num_shares)[share] * self._length)
@@ -204,6 +198,13 @@ class Corpus:
 def mixed(*numbers: int) -> int:
     """Returns one seed from several numbers. It has 32 bits, the most of torch's CPU generator."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:4])
+
+
+def seed_all(seed: int) -> None:
+    """Gives the generators of random numbers of this process a seed."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
 
 
 def read_corpus(config: Config, key: str = "data.files") -> Corpus:
@@ -225,8 +226,6 @@ def read_corpus(config: Config, key: str = "data.files") -> Corpus:
         tokens = tokenizer.encode([text])[0]
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()
     length, numel, unit = config.data.sequence_length, len(tokens), tokenizer.unit
-    if numel < _FEWEST_TOKENS:
-        config.refuse(key, f"the text has {numel} {unit.removesuffix('s')}, expected a longer one")
     if numel <= length:
         which = "" if key == "data.files" else f" of {key}"
         complaint = f"the text{which} has {numel} {unit}: choose at most {numel - 1}"
@@ -276,13 +275,11 @@ def _sources(config: Config, key: str) -> list[str]:
         path = path_of(name)
         # A file whose name looks like a pattern is taken as a file.
         matching = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
-        if not matching:
+        # Devices and pipes may never end.
+        found = [each for each in matching if Path(each).is_file() or Path(each).is_dir()]
+        if not found:
             config.refuse(key, f"no file matches {name}, seen from the working directory")
-        sources += matching
-    for source in map(Path, sources):
-        # Devices and pipes have no size either; some would never end.
-        if not source.is_dir() and not (source.exists() and source.stat().st_size):
-            config.refuse(key, f"{source} is empty, or a link to nothing")
+        sources += found
     return sources
 
 

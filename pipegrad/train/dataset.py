@@ -1,11 +1,15 @@
-"""Dataset: the batches that a user's function returns, one for each step.
+"""Dataset: the batches of a rank, one for each step, and those that a user's function returns.
+
+[Note: a batch ahead] A rank without a batch must not leave the others alone in a step. So each
+batch is fetched while the step before it still computes. The ranks exchange whether they have it
+together with the metrics of that step, in one message. Then all of them begin the next step, or all
+raise the same error. The Scheduler compares the batches themselves.
 
 [Note: batches of a function] Each rank calls the function and takes every batch itself, so nothing
 is sent. The ranks of a pipeline must get the same batches. So all generators of random numbers get
 a seed when the function's code runs: when an epoch begins it depends on ``train.seed`` and the
 epoch, and for each later batch also on the data rank and the number of the batch. The training
-draws the same numbers as without a function. Ranks compare a digest of every batch before its step
-(`Feed`).
+gives them a seed of its own in each step. The Scheduler compares the batches of the ranks.
 
 A run that goes on from a checkpoint takes all batches of the steps before it, and drops them. Their
 seeds are the same again, so the batch of a step does not depend on where the run began. The state
@@ -14,22 +18,33 @@ of a stream, which `datasets` could save, lacks what waits to be shuffled.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import default_convert
 
-from pipegrad.errors import ConfigError, PipegradError, in_words
-from pipegrad.train.config import Config
-from pipegrad.train.corpus import mixed
-from pipegrad.train.functions import parameters_of, with_options
+from pipegrad.comm.agreement import agree, agree_keeping, same
+from pipegrad.errors import ConfigError, PipegradError, StepError, in_words
+from pipegrad.topology import Topology
+from pipegrad.train.config import Config, parameters_of, with_options
+from pipegrad.train.corpus import (
+    Corpus,
+    Tokenizer,
+    mixed,
+    read_corpus,
+    seed_all,
+    streamed,
+    tokenizer_file,
+    tokenizer_of,
+)
+
+if TYPE_CHECKING:
+    from pipegrad.train.job import Job
 
 MakeBatches = Callable[..., Any]
 Inputs = Tensor | Mapping[str, Tensor]  # of a model of transformers by name
@@ -42,6 +57,10 @@ _TARGETS = ("target", "targets", _LABELS)
 # Integers that torch takes neither as indices nor as classes.
 _SMALL = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32)
 _END = object()
+_READ_SECONDS = 4 * 3600.0  # timeout for the slowest machine to make tokens of its text
+_SLOW_SECONDS = 3600.0  # timeout for the slowest rank to come to its first batch
+_READY, _ENDED, _FAILED = range(3)
+Source = Callable[[int], tuple[Pair, int] | None]
 
 
 def dataset_of(config: Config, key: str, num_shares: int) -> MakeBatches | None:
@@ -116,28 +135,24 @@ class Batches:
 
     def _epochs(self) -> Iterator[Pair]:
         """Yields the batches of all epochs."""
-        seed, data_rank = self._config.train.seed, self._known["data_rank"]
-        returned, epoch, number, is_first = self._returned(), 1, 1, True
-        while True:
-            numbers = (seed, epoch) if is_first else (seed, number, data_rank)
-            batch = self._seeded(mixed(*numbers), number, returned)
-            if batch is not _END:
+        seed, returned, number = self._config.train.seed, self._returned(), 1
+        seeds: tuple[int, ...]
+        for epoch in count(1) if self._repeat else [1]:
+            first, seeds = number, (seed, epoch)
+            while (batch := self._seeded(mixed(*seeds), number, returned)) is not _END:
                 pair = self._pair(number, batch)
                 if pair is None:
                     return
                 yield pair
-                number, is_first = number + 1, False
-                continue
-            if not self._repeat:
-                return
-            if is_first:
+                number += 1
+                seeds = seed, number, self._known["data_rank"]
+            if number == first and self._repeat:
                 after = f" after {number - 1} batches" if number > 1 else ""
                 self._config.refuse(
                     self._key,
                     f"the function has no batch in epoch {epoch}{after}: return an iterable "
                     f"that begins anew each time it is called, with a batch or more",
                 )
-            epoch, is_first = epoch + 1, True
 
     def _returned(self) -> Iterator[object]:
         """Yields what the function's batches are, with `_END` behind each epoch."""
@@ -157,8 +172,8 @@ class Batches:
     def _seeded(self, seed: int, number: int, returned: Iterator[object]) -> object:
         """Returns what code of the user returns next, with seeds."""
         try:
-            with _seeded(seed):
-                return next(returned)
+            seed_all(seed)
+            return next(returned)
         except ConfigError:  # of a stream of files
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
@@ -188,21 +203,6 @@ class Batches:
                 f"leave out a smaller batch at the end, as a DataLoader does with drop_last=True",
             )
         return pair
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Gives the generators of random numbers on the CPU a seed, and then their states back."""
-    before, before_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(before)
-            np.random.set_state(before_numpy)
 
 
 def pair_of(batch: object, *, is_named: bool = False) -> Pair:
@@ -284,3 +284,162 @@ def _shifted(named: dict[str, Tensor], targets: list[str]) -> Pair:
 def _described(tensor: Tensor) -> str:
     """Returns dtype and shape of a tensor, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+# The batches of a rank: of a text, a stream or a function.
+
+
+class Texts(NamedTuple):
+    """The texts of a job.
+
+    Attributes:
+        tokenizer: Makes their tokens; None if there is no text.
+        of_samples: Makes the tokens of samples; None if there are none.
+        training: What is trained on; None if a function or a stream gives batches.
+        stream: Gives the batches of a stream; None if there is none.
+        held_out: What is held out; None if there is no such text.
+    """
+
+    tokenizer: Tokenizer | None = None
+    of_samples: Tokenizer | None = None
+    training: Corpus | None = None
+    stream: MakeBatches | None = None
+    held_out: Corpus | None = None
+
+
+def read_texts(config: Config) -> Texts:
+    """Returns the texts of a job; every rank must call it.
+
+    Raises:
+        PipegradError: If a text cannot be used, or differs between ranks; on all ranks.
+    """
+    has_batches = config.data.dataset is not None
+    if has_batches and config.eval.sample_every is None:
+        return Texts()
+
+    def read() -> tuple[Texts, str]:
+        if has_batches and tokenizer_file(config) is None:
+            config.refuse(
+                "eval.sample_every",
+                "needs a tokenizer.json in the directory model.pretrained, as data.dataset "
+                "gives batches and no text",
+            )
+        tokenizer = tokenizer_of(config)
+        digests = [tokenizer.digest, str(sorted(tokenizer.ends))]
+        if has_batches:
+            return Texts(of_samples=tokenizer), " ".join(digests)
+        stream = streamed(config) if config.data.streaming else None
+        training = None if stream else read_corpus(config)
+        held_out = read_corpus(config, "eval.files") if config.eval.files else None
+        digests += [corpus.digest for corpus in (training, held_out) if corpus is not None]
+        return Texts(tokenizer, tokenizer, training, stream, held_out), " ".join(digests)
+
+    # Each rank reads by itself, and waits at the lock of the cache for the first one.
+    texts, digests = agree_keeping("the text", read, timeout_seconds=_READ_SECONDS)
+    same("the text", dict(enumerate(digests)))
+    return texts
+
+
+def make_feed(job: Job, topology: Topology, texts: Texts, *, held_out: bool = False) -> Feed:
+    """Returns the feed of this rank. Local.
+
+    Args:
+        job: The job.
+        topology: As this rank sees it, with the stages of the schedule.
+        texts: The texts of the job.
+        held_out: Whether it is what is held out, each time once from the beginning; there is some.
+    """
+    config, data_rank = job.config, topology.coordinate(topology.data)
+    table = "eval" if held_out else "data"
+    function = job.held_out if held_out else job.dataset or texts.stream
+    if function is not None:
+        key = f"{table}.files" if function is texts.stream else f"{table}.dataset"
+        ranks = {"data_rank": data_rank, "num_data_ranks": job.num_shares}
+        return Feed(Batches(config, key, function, **ranks, repeat=not held_out).batch, key)
+    corpus = texts.held_out if held_out else texts.training
+    assert corpus is not None
+    share: Any = {
+        "size": config.data.batch_size,
+        "share": data_rank,
+        "num_shares": job.num_shares,
+    }
+    draw: Callable[[int], tuple[Tensor, Tensor] | None] = (
+        partial(corpus.sequences, **share)
+        if held_out
+        else partial(corpus.batch, seed=config.train.seed, **share)
+    )
+
+    def source(number: int) -> tuple[Pair, int] | None:
+        pair = draw(number)
+        return None if pair is None else (pair, number * pair[1].numel())
+
+    return Feed(source, f"{table}.files")
+
+
+class Feed:
+    """The batches of this rank.
+
+    Args:
+        source: Returns a batch by its number, from 1, and how many elements the targets of all
+            batches up to it have; None if there are no more.
+        what: What the batches are, for messages.
+
+    Attributes:
+        what: As above.
+        number: Of the batch that was fetched last.
+        pair: Inputs and targets of this batch; None if there is none.
+        reply: What other ranks need to know of it: its state, and the elements of its targets and
+            of those of all batches up to it.
+    """
+
+    def __init__(self, source: Source, what: str) -> None:
+        self._source, self.what = source, what
+        self.number = 0
+        self.pair: Pair | None = None
+        self.reply: tuple[int, int, int] = (_ENDED, 0, 0)
+        self._error: BaseException | None = None
+
+    def begin(self, number: int) -> Collection[tuple[int, int, int]]:
+        """Fetches a batch on all ranks; returns the replies of all. Every rank must call it.
+
+        Raises:
+            PipegradError: As `check` does.
+        """
+
+        def fetched() -> tuple[int, int, int]:
+            self.fetch(number)
+            return self.reply
+
+        replies = agree(self.what, fetched, timeout_seconds=_SLOW_SECONDS)
+        self.check(state for state, *_ in replies)
+        return replies
+
+    def fetch(self, number: int) -> None:
+        """Fetches a batch. If that fails, `check` raises the error. Local."""
+        self.number, self.pair, self._error, self.reply = number, None, None, (_ENDED, 0, 0)
+        try:
+            if (found := self._source(number)) is not None:
+                self.pair, seen = found
+                self.reply = _READY, self.pair[1].numel(), seen
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - `check` raises it on all ranks
+            self._error, self.reply = error, (_FAILED, 0, 0)
+
+    def check(self, states: Iterable[float]) -> bool:
+        """Returns whether all ranks have the batch, by their states; every rank must call it.
+
+        Raises:
+            PipegradError: If a rank has failed; on all ranks.
+        """
+        states = {*states}
+        if _FAILED in states:
+            agree(f"batch {self.number} of {self.what}", self._raise)
+        return _ENDED not in states
+
+    def _raise(self) -> None:
+        if isinstance(self._error, PipegradError):
+            raise self._error
+        # A function of the user has errors in words already. This may be too little memory.
+        if self._error is not None:
+            raise StepError(
+                f"batch {self.number} of {self.what} cannot be made: {in_words(self._error)}"
+            ) from self._error

@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 import resource
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from itertools import count
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from pipegrad.comm.activity import Activity
-from pipegrad.comm.collectives import all_reduce
-from pipegrad.observe.recording import Recording, record
-from pipegrad.pipeline.scheduler import Scheduler
+from pipegrad import GradientSync, Scheduler, record
+from pipegrad.observe.recording import Recording
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
 from pipegrad.train.corpus import Tokenizer, mixed
-from pipegrad.train.feed import Feed
+from pipegrad.train.dataset import Feed
 from pipegrad.train.job import Job
 
 _RECORDED = 3, 8  # last steps of a run: a half of all, at least and at most so many
@@ -48,63 +44,47 @@ class Evaluation:
         length: int,
         device: torch.device,
     ) -> None:
-        self._job, self._config = job, job.config
-        self._scheduler, self._length = scheduler, length
+        self._job, self._eval, self._train = job, job.config.eval, job.config.train
+        self._scheduler, self._length, self._device = scheduler, length, device
         self._feed, self._tokenizer = feed, tokenizer
-        self._device = device
-        topology = scheduler.topology
-        has_last = topology.num_stages - 1 in topology.local_stages
-        others = tuple(name for name, _ in topology.axes if name != topology.pipeline)
-        # Along other dimensions ranks have the same sample. One of them sends its tokens.
-        self._draws = has_last and not topology.coordinate(others)
 
     def after(self, step: int) -> dict[str, Any]:
         """Returns what is due after a step: attributes of `StepMetrics` by name."""
         evaluated: dict[str, Any] = {}
-        if self._feed is not None and self._is_due(step, self._config.eval.every):
+        if self._feed is not None and self._is_due(step, self._eval.every):
             loss = self._measure(self._feed)
             evaluated["held_out_loss"] = loss
-            if self._config.train.loss is None and loss < math.log(torch.finfo().max):
+            if self._train.loss is None and loss < math.log(torch.finfo().max):
                 evaluated["perplexity"] = math.exp(loss)
-        if self._tokenizer is not None and self._is_due(step, self._config.eval.sample_every):
+        if self._tokenizer is not None and self._is_due(step, self._eval.sample_every):
             evaluated["sample"] = self._sample(step, self._tokenizer)
         return evaluated
 
     def _is_due(self, step: int, every: int | None) -> bool:
-        return every is not None and (step % every == 0 or step == self._config.train.steps)
+        return every is not None and (step % every == 0 or step == self._train.steps)
 
     def _measure(self, feed: Feed) -> float:
         """Returns the mean loss of the held-out batches, the same on all ranks."""
         losses = list[float]()
-        for number in count(1):
+        while len(losses) != self._eval.batches:
             with self._scheduler.sync.bounded("an evaluation"):
-                loss = self._loss_of(feed, number)
-            if loss is None:
-                break
-            losses.append(loss)
-            if number == self._config.eval.batches:
-                break
+                feed.fetch(len(losses) + 1)
+                (states,) = every_rank(self._scheduler.sync, feed.reply[:1], self._device)
+                if not feed.check(states):
+                    break
+                assert feed.pair is not None
+                inputs, target = self._job.placed(feed.pair, self._scheduler.topology, self._device)
+                result = self._scheduler.evaluate(inputs, target=target, outputs=False)
+                losses.append(result.loss.item())
         if not losses:
-            self._config.refuse("eval.dataset", "the function has no batch any more")
+            self._job.config.refuse("eval.dataset", "the function has no batch any more")
         return sum(losses) / len(losses)
-
-    def _loss_of(self, feed: Feed, number: int) -> float | None:
-        """Returns the loss of a held-out batch; None if there is no such batch."""
-        feed.fetch(number)
-        feed.replies = every_rank(feed.reply, self._device)
-        feed.compare()
-        if feed.has_ended:
-            return None
-        assert feed.pair is not None
-        inputs, target = self._job.placed(feed.pair, self._scheduler.topology, self._device)
-        result = self._scheduler.evaluate(inputs, target=target, outputs=False)
-        return result.loss.item()
 
     def _sample(self, step: int, tokenizer: Tokenizer) -> str:
         """Returns the prompt with the tokens that the model adds, the same on all ranks."""
-        tokens = [int(token) for token in tokenizer.encode([self._config.eval.prompt])[0]]
-        generator = torch.Generator().manual_seed(mixed(self._config.train.seed, step))
-        for _ in range(self._config.eval.sample_tokens):
+        tokens = [int(token) for token in tokenizer.encode([self._eval.prompt])[0]]
+        generator = torch.Generator().manual_seed(mixed(self._train.seed, step))
+        for _ in range(self._eval.sample_tokens):
             with self._scheduler.sync.bounded("a sample"):
                 tokens.append(self._next(tokens[-self._length :], tokenizer, generator))
             if tokens[-1] in tokenizer.ends:
@@ -113,34 +93,32 @@ class Evaluation:
 
     def _next(self, context: list[int], tokenizer: Tokenizer, generator: torch.Generator) -> int:
         """Returns the token behind some others, the same on all ranks."""
-        window = torch.tensor(context)
         # Each microbatch needs a row.
-        rows = window.expand(self._scheduler.schedule.num_sequences, -1)
-        inputs, _ = self._job.placed((rows, rows), self._scheduler.topology, self._device)
+        rows = torch.tensor(context).expand(self._scheduler.schedule.num_sequences, -1)
+        topology = self._scheduler.topology
+        inputs, _ = self._job.placed((rows, rows), topology, self._device)
         outputs = self._scheduler.evaluate(inputs).outputs
-        token = torch.zeros(1, dtype=torch.int64, device=self._device)
-        if self._draws:
-            logits = outputs[0][0, len(window) - 1, : tokenizer.size].float().cpu()
-            token.fill_(self._drawn(logits, generator))
-        all_reduce(token)  # zero on all other ranks
-        return int(token)
+        token = -1
+        if topology.num_stages - 1 in topology.local_stages:
+            logits = outputs[0][0, len(context) - 1, : tokenizer.size].float().cpu()
+            temperature = self._eval.temperature
+            if temperature:
+                chances = (logits / temperature).softmax(0)
+                token = int(torch.multinomial(chances, 1, generator=generator))
+            else:
+                token = int(logits.argmax())
+        (tokens,) = every_rank(self._scheduler.sync, [token], self._device)
+        # Replicas have the same sample.
+        return int(max(tokens))
 
-    def _drawn(self, logits: Tensor, generator: torch.Generator) -> int:
-        temperature = self._config.eval.temperature
-        if not temperature:
-            return int(logits.argmax())
-        return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
 
-
-def every_rank(values: list[float], device: torch.device) -> list[list[float]]:
-    """Returns the values of every rank, on every rank."""
-    # float64, so that counts of bytes are exact. Each rank fills its own row, and the sum of these
-    # matrices has all rows.
-    all_values = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64, device=device)
-    all_values[dist.get_rank()] = torch.tensor(values, dtype=torch.float64, device=device)
-    with Activity("the metrics of a step", range(dist.get_world_size())):
-        all_reduce(all_values)
-    return [[float(x) for x in of_rank] for of_rank in all_values.tolist()]
+def every_rank(
+    sync: GradientSync, values: Sequence[float], device: torch.device
+) -> list[list[float]]:
+    """Returns for each value those of all ranks, on every rank."""
+    row = torch.tensor(values, dtype=torch.float64, device=device)  # counts of bytes are exact
+    columns: list[list[float]] = sync.gather(row).T.tolist()
+    return columns
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -152,31 +130,24 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
 
 
-class Tracing:
-    """Records the steps of a run inside of ``with tracing``, if ``train.trace`` says so.
+class Tracing(ExitStack):
+    """Records the last steps of a run inside of ``with tracing``, if ``train.trace`` says so.
 
-    All ranks make and enter it.
+    All ranks make and enter it. `close` ends the recording on this rank.
     """
 
     def __init__(self, config: Config, scheduler: Scheduler) -> None:
-        self._is_wanted, self._num_steps = config.train.trace, config.train.steps
-        self._scheduler = scheduler
-        self._open = ExitStack()
+        super().__init__()
+        self._topology = scheduler.topology
         self._recording: Recording | None = None
+        least, most = _RECORDED
+        steps = max(least, min(most, config.train.steps // 2))
+        self._recorded = record(scheduler, steps=steps) if config.train.trace else None
 
     def __enter__(self) -> Self:
-        if self._is_wanted:
-            least, most = _RECORDED
-            steps = max(least, min(most, self._num_steps // 2))
-            self._recording = self._open.enter_context(record(self._scheduler, steps=steps))
+        if self._recorded is not None:
+            self._recording = self.enter_context(self._recorded)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Ends the recording on this rank, after the last step."""
-        self._open.close()
 
     def timeline(self) -> Timeline | None:
         """Returns what the first pipeline recorded; None on other ranks, or if nothing was.
@@ -186,7 +157,6 @@ class Tracing:
         Raises:
             PipegradError: If clocks or recordings cannot be read; on all its ranks.
         """
-        topology = self._scheduler.topology
-        if topology.rank not in topology.one_replica:
+        if self._recording is None or self._topology.rank not in self._topology.one_replica:
             return None
-        return None if self._recording is None else self._recording.timeline()
+        return self._recording.timeline()

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.errors import ConfigError, ScheduleError, TopologyError, in_words
+from pipegrad.errors import ConfigError, TopologyError, in_words
 from pipegrad.gradients.named_optimizer import Part, parts_of
-from pipegrad.limits import check_size
 from pipegrad.model.describe import make_manifest
 from pipegrad.model.manifest import Manifest
 from pipegrad.partition.cut import cut
@@ -35,13 +32,13 @@ from pipegrad.schedules import registry as schedules
 from pipegrad.schedules.measured import MeasuredGenerator
 from pipegrad.simulation.choose import Choice as ScheduleChoice
 from pipegrad.topology import Topology
-from pipegrad.train.config import Config, sizes_of
+from pipegrad.train.config import Config, imported, parameters_of, sizes_of, with_options
+from pipegrad.train.corpus import seed_all
 from pipegrad.train.dataset import INPUT_IDS, Inputs, Pair, dataset_of
-from pipegrad.train.functions import imported, parameters_of, with_options
 from pipegrad.train.optimizer import kinds
 from pipegrad.train.reporters.reporter import Reporter, reporters
 from pipegrad.train.schema import Choice
-from pipegrad.train.transformers_model import uncut_model
+from pipegrad.train.stages import uncut_model
 
 _IGNORED = -100  # of targets: torch's cross_entropy leaves them out
 
@@ -90,7 +87,9 @@ class Job:
         self.generator: ResolvedPlugin[ScheduleGenerator] = self._refusing(
             "parallel.schedule", schedules.resolve, self._schedule_spec()
         )
-        self.schedule: Schedule = self._refusing("parallel.schedule", self._schedule)
+        sizes = {"num_ranks": self.pipeline, "num_microbatches": config.parallel.microbatches}
+        made = partial(generate, self.generator, **sizes)
+        self.schedule: Schedule = self._refusing("parallel.schedule", made)
         self.codecs: CodecChoice = self._refusing("parallel.codecs", self._codecs)
         self._loss = None
         if config.train.loss is not None:
@@ -139,9 +138,7 @@ class Job:
             config.refuse("model", f"the factory {complaint}")
         options |= dict.fromkeys(passed, topology or self.topology())
         # A factory may draw from any of these generators.
-        random.seed(config.train.seed)
-        np.random.seed(config.train.seed)
-        torch.manual_seed(config.train.seed)
+        seed_all(config.train.seed)
         try:
             with torch.device(device):
                 model = factory(**options)
@@ -194,24 +191,22 @@ class Job:
         except TopologyError as error:
             self.config.refuse(key, str(error), cause=error)
 
-    def placed(
-        self, pair: Pair, topology: Topology, device: torch.device
-    ) -> tuple[Inputs | None, Tensor | None]:
-        """Returns inputs and targets on a device; None for what stages of a rank do not take.
+    def placed(self, pair: Pair, topology: Topology, device: torch.device) -> tuple[Inputs, Tensor]:
+        """Returns inputs and targets, on the device what stages of this rank take.
 
         A chain of layers takes inputs on its first stage. Stages of other models all take them, by
-        name: each makes masks and positions of them.
+        name: each makes masks and positions of them. The Scheduler compares the rest.
         """
         inputs, target = pair
-        placed: Inputs | None = None
         if isinstance(inputs, Tensor) and self._input_name:
             inputs = {self._input_name: inputs}
         if not isinstance(inputs, Tensor):
-            placed = {name: tensor.to(device) for name, tensor in inputs.items()}
+            inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
         elif 0 in topology.local_stages:
-            placed = inputs.to(device)
-        is_last = topology.num_stages - 1 in topology.local_stages
-        return placed, target.to(device) if is_last else None
+            inputs = inputs.to(device)
+        if topology.num_stages - 1 in topology.local_stages:
+            target = target.to(device)
+        return inputs, target
 
     def manifest(self, cut: Cut) -> Manifest:
         """Returns the manifest that the ranks will agree on.
@@ -250,25 +245,17 @@ class Job:
                 self.config.gradients.allow_unsynced,
                 independent_axes=plan.independent_axes,
             )
+        steps = self.config.train.steps
         for name in {plan.independent_by for plan in plans.values()} - {""}:
-            self._check_end(name)
+            if rest := steps % (every := self.handlers[name].plugin.equal_every):
+                self.config.refuse(
+                    "train.steps",
+                    f"{steps} is no multiple of {every}, the steps after which handler {name!r} "
+                    f"joins the replicas: they would end as different models; choose "
+                    f"{steps - rest + every}",
+                )
         self.check_optimizer(manifest, plans.values())
         return plans
-
-    def _check_end(self, name: str) -> None:
-        """Refuses a run that does not end with equal replicas.
-
-        Args:
-            name: Of the handler that joins them.
-        """
-        steps, every = self.config.train.steps, self.handlers[name].plugin.equal_every
-        if steps % every:
-            self.config.refuse(
-                "train.steps",
-                f"{steps} is no multiple of {every}, the steps after which handler {name!r} joins "
-                f"the replicas: they would end as different models; choose "
-                f"{steps - steps % every + every}",
-            )
 
     @property
     def gradient_options(self) -> dict[str, Any]:
@@ -340,18 +327,6 @@ class Job:
         # Which hops are crossed depends on the model; a rank that is none never is.
         choice.check(list(combinations(range(self.pipeline), 2)))
         return choice
-
-    def _schedule(self) -> Schedule:
-        microbatches = self.config.parallel.microbatches
-        try:
-            check_size(self.pipeline, microbatches)
-        except ScheduleError as error:
-            self.config.refuse("parallel.microbatches", str(error), cause=error)
-        return generate(
-            self.generator,
-            num_ranks=self.pipeline,
-            num_microbatches=microbatches,
-        )
 
     def _refusing(self, key: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
         """Returns the function's result; its errors become errors about the key."""

@@ -6,10 +6,9 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.grad_scaler import GradScaler
-from pipegrad.gradients.named_optimizer import JoinedOptimizer, parts_in
 from pipegrad.gradients.norm import NonFinite, in_a_sentence
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.plugins.registry import closest_first, complaints_of
@@ -27,8 +25,6 @@ from pipegrad.train.schema import LearningRate, Named
 
 MOST_SKIPPED = 100  # steps in a row: a run that only skips ends in nothing
 _SCHEDULED = ("lr", "momentum", "betas")  # options of groups that schedules of torch change
-KEYS_OF_PARTS = ("optimizer", "optimizer.others")
-"""The configuration's keys of the parts of an optimizer, in their order."""
 
 
 def make_optimizer(
@@ -99,63 +95,55 @@ def _kind(config: Config, key: str, choice: Named) -> type:
     return kind
 
 
-def try_out_optimizer(config: Config, device: torch.device | str) -> list[set[str]]:
+def try_out_optimizer(config: Config, device: torch.device | str) -> None:
     """Makes a step of the optimizer, and some of its learning rate, on small matrices.
-
-    Returns:
-        The names of the state that the optimizer keeps for a matrix, of each of its parts.
 
     Raises:
         ConfigError: If torch accepts options and fails with them later. It names the part.
     """
-    choice, (kind, others) = config.optimizer, kinds(config)
-    probes: list[nn.Parameter] = []
-
-    def probe() -> list[nn.Parameter]:
-        probes.append(nn.Parameter(torch.ones(2, 2, device=device)))
-        probes[-1].grad = torch.ones_like(probes[-1])
-        return probes[-1:]
-
-    of_kind = partial(kind, probe(), **choice.options)
-    optimizer = _made(config, "optimizer", choice.name, of_kind)
-    if others is not None and choice.others is not None:
-        of_others = _made(config, "optimizer.others", choice.others.name, partial(others, probe()))
-        optimizer = JoinedOptimizer([optimizer, of_others])
+    choice = config.optimizer
+    if choice.others is not None:
+        _step(config, "optimizer.others", choice.others, device)
+    optimizer = _step(config, "optimizer", choice, device)
     make_learning_rate(config, optimizer)
-    for key, part in zip(KEYS_OF_PARTS, parts_in(optimizer), strict=False):
-        try:
-            part.step()
-        except Exception as error:  # noqa: BLE001 - whatever torch says of an option
-            config.refuse(key, f"its first step fails: {error!r}", cause=error)
-    _try_out_schedules(config, optimizer)
-    return [set(optimizer.state[probe]) for probe in probes]
-
-
-def _try_out_schedules(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Makes the first steps of each learning-rate schedule, and its last one: more tell no more.
-
-    Raises:
-        ConfigError: If one fails, or ends with a learning rate that is no finite number.
-    """
     left = config.train.steps
-    for index, part in enumerate(config.optimizer.schedule):
+    for index, schedule in enumerate(choice.schedule):
         # In a row a schedule ends a step before the next one begins.
-        last = left if part.steps is None else min(left, part.steps - 1)
-        schedule = _scheduler(config, index, part, optimizer)
-        try:
-            advance(schedule, min(last, 2))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch would rather make all steps
-                schedule.step(last)
-        except Exception as error:  # noqa: BLE001 - whatever torch says of an option
-            complaint = f"fails within {config.train.steps} steps: {error!r}"
-            config.refuse("optimizer.schedule", complaint, cause=error)
-        rate = float(optimizer.param_groups[0]["lr"])
-        if not math.isfinite(rate):
-            config.refuse("optimizer.schedule", f"comes to the learning rate {rate}")
-        left -= part.steps or 0
+        last = left if schedule.steps is None else min(left, schedule.steps - 1)
+        _try_out(config, _scheduler(config, index, schedule, optimizer), last)
+        left -= schedule.steps or 0
         if left < 0:
             break
+
+
+def _step(
+    config: Config, key: str, part: Named, device: torch.device | str
+) -> torch.optim.Optimizer:
+    """Returns an optimizer that has made a step."""
+    probe = nn.Parameter(torch.ones(2, 2, device=device))
+    probe.grad = torch.ones_like(probe)
+    make = partial(_kind(config, key, part), [probe], **part.options)
+    optimizer = _made(config, key, part.name, make)
+    try:
+        optimizer.step()
+    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+        config.refuse(key, f"its first step fails: {error!r}", cause=error)
+    return optimizer
+
+
+def _try_out(config: Config, schedule: LRScheduler, last: int) -> None:
+    """Makes the first steps of a learning-rate schedule, and its last one: more tell no more."""
+    try:
+        advance(schedule, min(last, 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch would rather make all steps
+            schedule.step(last)
+    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+        complaint = f"fails within {config.train.steps} steps: {error!r}"
+        config.refuse("optimizer.schedule", complaint, cause=error)
+    rate = float(schedule.optimizer.param_groups[0]["lr"])
+    if not math.isfinite(rate):
+        config.refuse("optimizer.schedule", f"comes to the learning rate {rate}")
 
 
 def group_of(config: Config, _: str, parameter: nn.Parameter) -> dict[str, Any]:
@@ -224,8 +212,7 @@ def _known(name: str, known: dict[str, Any]) -> str:
     return f"known, closest first: {closest_first(name, known)}"
 
 
-@dataclass(frozen=True)
-class Updated:
+class Updated(NamedTuple):
     """What an update was, the same on all ranks.
 
     Attributes:
@@ -271,12 +258,15 @@ class Update:
         self._scaler = scaler
         self._in_a_row = 0
         self._of = repr(config.optimizer)  # all that the learning rate of a step depends on
+        self._has_rate = False  # of a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps. All ranks have the same."""
-        scaler = {} if self._scaler is None else self._scaler.state_dict()
-        row = self._in_a_row
-        state: dict[str, Any] = {"skipped": self.skipped, "in_a_row": row, "scaler": scaler}
+        state: dict[str, Any] = {
+            "skipped": self.skipped,
+            "in_a_row": self._in_a_row,
+            "scaler": {} if self._scaler is None else self._scaler.state_dict(),
+        }
         if self._learning_rate is not None:
             groups = self._optimizer.param_groups
             state["learning_rate"] = {
@@ -286,25 +276,24 @@ class Update:
             }
         return state
 
-    def restore(self, state: Mapping[str, Any] | None, num_steps: int) -> None:
-        """Sets what a checkpoint has kept after so many steps, and the learning rate.
-
-        A run without a loss scale leaves that out.
-        """
-        if state is not None:
-            self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
-            if self._scaler is not None and state["scaler"]:
-                self._scaler.load_state_dict(state["scaler"])
-        if self._learning_rate is None:
-            return
-        kept = (state or {}).get("learning_rate", {})
-        if kept.get("of") == self._of:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what a checkpoint has kept. A run without a loss scale leaves that out."""
+        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
+        if self._scaler is not None and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+        kept = state.get("learning_rate", {})
+        self._has_rate = kept.get("of") == self._of
+        if self._has_rate and self._learning_rate is not None:
             self._learning_rate.load_state_dict(kept["state"])
             for group, options in zip(self._optimizer.param_groups, kept["groups"], strict=True):
                 group.update(options)
-        else:
-            # A run may go on with another schedule, whose steps are made anew: it follows from
-            # their number alone. A skipped step was none for it.
+
+    def follow(self, num_steps: int) -> None:
+        """Makes steps of a learning-rate schedule that the checkpoint does not have.
+
+        They follow from their number alone. A skipped step was none for it.
+        """
+        if self._learning_rate is not None and not self._has_rate:
             advance(self._learning_rate, num_steps - self.skipped)
 
     def make(self, number: int) -> Updated:
@@ -319,15 +308,9 @@ class Update:
         """
         norm = self._sync.clip_grad_norm_(self._most_norm).item()
         learning_rate = max(float(group["lr"]) for group in self._optimizer.param_groups)
-        note = None
-        if math.isfinite(norm):
-            self._in_a_row = 0
-            self._step()
-        else:
-            note = self._skip(number, norm)
-        return Updated(norm, learning_rate, note)
-
-    def _step(self) -> None:
+        if not math.isfinite(norm):
+            return Updated(norm, learning_rate, self._skip(number, norm))
+        self._in_a_row = 0
         # Parameters are sent as soon as they are stepped. They arrive during the next forwards.
         if self._scaler is None:
             self._optimizer.step()
@@ -337,6 +320,7 @@ class Update:
         self._optimizer.zero_grad()
         if self._learning_rate is not None:
             self._learning_rate.step()
+        return Updated(norm, learning_rate)
 
     def _skip(self, number: int, norm: float) -> str | None:
         """Drops the gradients; returns a line about it, or None if there were many before."""

@@ -42,8 +42,7 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -86,20 +85,17 @@ def device_of_rank(config: Config) -> torch.device:
     # Without torchrun this process is the only rank of its machine.
     local, num_local = (int(os.environ.get(n, d)) for n, d in _LOCAL.items())
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    cards = torch.accelerator.device_count() if accelerator is not None else 0
-    device = config.train.device
-    if device == "auto":
-        device = automatic_kind()
+    device = automatic_kind() if config.train.device == "auto" else config.train.device
     kind, _, index = device.partition(":")
-    if kind == "cpu":
-        if index:
-            config.refuse("train.device", "all ranks of a machine share its cores: write 'cpu'")
+    if device == "cpu":
         return torch.device("cpu")
+    if kind == "cpu":
+        config.refuse("train.device", "all ranks of a machine share its cores: write 'cpu'")
     if accelerator is None or kind != accelerator.type:
         available = "cpu" if accelerator is None else f"{accelerator.type} or cpu"
         config.refuse("train.device", f"this machine has {available}")
-    location = index if index.isdigit() else str(local)
-    if int(location) >= cards or (index and not index.isdigit()):
+    cards, location = torch.accelerator.device_count(), index or str(local)
+    if not location.isdigit() or int(location) >= cards:
         config.refuse(
             "train.device",
             f"{num_local} ranks need a {kind} device each, this machine has {cards}: start fewer "
@@ -325,7 +321,7 @@ def store_of_start(store: Store, rank: int, size: int, timeout_seconds: float) -
 # A signal, or a failure.
 
 
-class Signals:
+class Signals(ExitStack):
     """Takes SIGINT, SIGTERM and SIGUSR1 inside of ``with signals``, in the main thread.
 
     The first one sets `received`. A second one ends the process at once. Contexts may be nested:
@@ -338,43 +334,32 @@ class Signals:
         received: Number of the first signal; 0 if there was none.
     """
 
-    def __init__(self, end: Callable[[int], object] | None = None) -> None:
+    def __init__(self, end: Callable[[int], object] = lambda _: None) -> None:
+        super().__init__()
         self.received = 0
         self._end = end
         self._since = 0.0
-        self._before: dict[signal.Signals, Any] = {}
-        self._sockets: tuple[socket.socket, socket.socket] | None = None
-        self._old_file = -1
 
     def __enter__(self) -> Self:
         # Python allows handlers in the main thread alone. A notebook's thread keeps its own.
         if threading.current_thread() is not threading.main_thread():
             return self
-        self._sockets = socket.socketpair()
-        reading, writing = self._sockets
+        reading, writing = socket.socketpair()
         writing.setblocking(False)
-        self._old_file = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, _ignore) for number in ENDING}
+        self.callback(writing.close)  # this ends the thread
+        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        self.callback(signal.set_wakeup_fd, before)
+        for number in ENDING:
+            handler = signal.signal(number, lambda *_: None)  # it does not act; the thread takes it
+            # None: it was not made by Python, and cannot be set again.
+            self.callback(signal.signal, number, handler or signal.SIG_DFL)
         threading.Thread(
             target=self._read, args=(reading,), name="pipegrad signals", daemon=True
         ).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        if self._sockets is None:
-            return
-        for number, handler in self._before.items():
-            # None: it was not made by Python, and cannot be set again.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(self._old_file)
-        self._sockets[1].close()  # this ends the thread
-        self._sockets = None
-
     def _read(self, reading: socket.socket) -> None:
-        """Reads the numbers of signals until the other end is closed."""
+        """Takes the numbers of signals until the other end is closed."""
         with reading:
             while numbers := reading.recv(64):
                 for number in numbers:
@@ -385,8 +370,7 @@ class Signals:
         now = time.monotonic()
         if not self.received:
             self.received, self._since = number, now
-            if self._end is not None:
-                self._end(number)
+            self._end(number)
         elif now - self._since > _ECHO_SECONDS:
             name = signal.Signals(number).name
             line = f"{name} came after {signal.Signals(self.received).name}: ended at once\n"
@@ -400,20 +384,16 @@ def exit_code(number: int) -> int:
     return 128 + number
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Is there so that the signal does not act; the thread takes it."""
-
-
 def show_in(folder: Path) -> None:
     """Lets the report of a failure stand in a run's folder, too."""
+
+    def show(report: FailureReport) -> None:
+        _print(report.text)
+        with suppress(OSError):
+            _write_text(folder / "failure.txt", f"{report.text}\n")
+
     if (watched := watch()) is not None:
-        watched.show = partial(_show, folder)
-
-
-def _show(folder: Path, report: FailureReport) -> None:
-    _print(report.text)
-    with suppress(OSError):
-        _write_text(folder / "failure.txt", f"{report.text}\n")
+        watched.show = show
 
 
 def fail(error: BaseException, folder: Path | None, *, shows_traceback: bool) -> int:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,11 @@ class RunLock:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:
+                holder = os.read(self._file, 200).decode(errors="replace").strip()
+                self.release()
                 raise HeldError(
-                    f"{folder} is in use by {self._holder()}: two jobs cannot go on with one run: "
-                    f"wait for its end, or end it"
+                    f"{folder} is in use by {holder or 'another process'}: two jobs cannot go on "
+                    f"with one run: wait for its end, or end it"
                 ) from error
             words = f"{folder} cannot be locked ({error.strerror}): start no other job with it"
             self.notes = (words,)
@@ -95,50 +98,26 @@ class RunLock:
         """Lets another process go on with the run."""
         os.close(self._file)
 
-    def _holder(self) -> str:
-        """Returns what the process that holds it has written, and closes the file."""
-        written = os.read(self._file, 200).decode(errors="replace").strip()
-        os.close(self._file)
-        return written or "another process"
-
-
-def read_manifest(run: Path) -> dict[str, Any] | None:
-    """Returns the manifest in the folder of a run; None if it has none.
-
-    Raises:
-        ValueError: If it is not what a run has written. The message names the file.
-    """
-    path = run / MANIFEST
-    try:
-        manifest: Any = run_files.parsed_json(run_files.read(path))
-        return dict[str, Any](manifest)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path} is not what a run has written: {in_words(error)}: restore it, or remove it "
-            f"and name the run's folder as train.resume"
-        ) from error
-
 
 def is_of_output(run: Path, output: Path) -> bool:
     """Returns whether a run was made with this ``train.output``. The run is beside it, or there.
 
     Raises:
-        ValueError: If its manifest is not what a run has written.
+        ValueError: If its manifest is not what a run has written. The message names the file.
     """
-    manifest = read_manifest(run)
-    if manifest is None:  # somebody has put checkpoints there
-        return run.name == output.name
+    path = run / MANIFEST
     try:
-        configured = path_of(manifest["config"]["train"]["output"])
-    except (LookupError, TypeError) as error:
+        manifest: Any = run_files.parsed_json(run_files.read(path))
+        name = path_of(manifest["config"]["train"]["output"]).name
+    except FileNotFoundError:  # somebody has put checkpoints there
+        name = run.name
+    except (OSError, ValueError, TypeError, LookupError) as error:
         raise ValueError(
-            f"{run / MANIFEST} does not say which train.output it is of: name the run's folder as "
-            f"train.resume"
+            f"{path} is not what a run has written: {in_words(error)}: restore it, or remove it "
+            f"and name the run's folder as train.resume"
         ) from error
     # The rest of the path depends on the working directory.
-    return configured.name in (output.name, output.resolve().name)
+    return name in (output.name, output.resolve().name)
 
 
 def locked_origin(config: Config) -> tuple[Path | None, Path | None, RunLock | None]:
@@ -182,13 +161,18 @@ def find_origin(config: Config) -> Origin:
 
 
 def _newest_run(output: Path) -> Origin:
-    """Returns the newest run of a ``train.output``."""
-    runs = [run for run in _runs(output) if checkpoints(run)]
-    own = [run for run in runs if is_of_output(run, output)]
-    if own:
-        run = max(own, key=lambda run: checkpoints(run)[0].stat().st_mtime_ns)
-        return run, newest(run)
-    return None, None
+    """Returns the newest run of a ``train.output``, and its newest checkpoint."""
+    runs = [output] if output.is_dir() else []
+    with suppress(OSError, ValueError):  # a path that is none is refused when the folder is made
+        name = re.escape(output.resolve().name)
+        siblings = [f for f in output.resolve().parent.iterdir() if f.is_dir()]
+        # As the user wrote it, for messages.
+        runs += [output.parent / f.name for f in siblings if re.fullmatch(rf"{name}-\d+", f.name)]
+    own = [run for run in runs if checkpoints(run) and is_of_output(run, output)]
+    if not own:
+        return None, None
+    run = max(own, key=lambda run: checkpoints(run)[0].stat().st_mtime_ns)
+    return run, newest(run)
 
 
 def _is_run(folder: Path) -> bool:
@@ -197,18 +181,6 @@ def _is_run(folder: Path) -> bool:
         if step_of(folder) is None and not (folder / INDEX).exists():
             return (folder / MANIFEST).exists() or bool(checkpoints(folder))
     return False
-
-
-def _runs(output: Path) -> list[Path]:
-    """Returns the folders that runs with this ``train.output`` have made."""
-    with suppress(OSError, ValueError):  # a path that is none is refused when the folder is made
-        whole = output.resolve()
-        numbered = re.compile(rf"{re.escape(whole.name)}-\d+")
-        siblings = [f for f in whole.parent.iterdir() if numbered.fullmatch(f.name)]
-        # As the user wrote it, for messages.
-        runs = [output, *(output.parent / folder.name for folder in siblings)]
-        return [run for run in runs if run.is_dir()]
-    return []
 
 
 def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:
@@ -224,37 +196,27 @@ def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:
     Raises:
         ConfigError: If the folder cannot be made, or `begin` fails.
     """
-    output, number = path_of(config.train.output), 1
+    output = path_of(config.train.output)
     # Runs that start at the same time try the same names. `mkdir` fails for all but one of them,
     # and the others try the next number.
-    while True:
-        folder = output
+    for number in count(1):
         try:
-            _refuse_above(config, output)
-            if number > 1:
-                folder = folder.parent / f"{folder.resolve().name}-{number}"
+            whole = output.resolve()
+            if whole in (Path.cwd(), *Path.cwd().parents):
+                config.refuse(
+                    "train.output",
+                    f"is {whole}, which holds more than a run: name a folder that is not there "
+                    f"yet, as in 'runs/run'",
+                )
+            folder = output if number == 1 else output.parent / f"{whole.name}-{number}"
             folder.mkdir(parents=True)
+            break
         except FileExistsError:
-            number += 1
+            continue
+        except ConfigError:
+            raise
         except (OSError, ValueError) as error:
             config.refuse("train.output", f"cannot be written: {reason(error)}", cause=error)
-        else:
-            _begin(config, folder, begin)
-            return str(folder)
-
-
-def _refuse_above(config: Config, output: Path) -> None:
-    working = Path.cwd()
-    if output.resolve() in (working, *working.parents):
-        config.refuse(
-            "train.output",
-            f"is {output.resolve()}, which holds more than a run: name a folder that "
-            f"is not there yet, as in 'runs/run'",
-        )
-
-
-def _begin(config: Config, folder: Path, begin: Callable[[Path], None]) -> None:
-    """Opens the files of a new run. If that fails, the run leaves no folder."""
     try:
         begin(folder)
     except BaseException as error:
@@ -262,6 +224,7 @@ def _begin(config: Config, folder: Path, begin: Callable[[Path], None]) -> None:
         if isinstance(error, OSError | ValueError) and not isinstance(error, ConfigError):
             config.refuse("train.output", f"cannot be written: {reason(error)}", cause=error)
         raise
+    return str(folder)
 
 
 def continue_run_folder(
@@ -301,16 +264,10 @@ def cut_rows(path: Path, step: int) -> None:
     with os.fdopen(run_files.open_to_change(path, os.O_RDWR), "r+b") as file:
         for line in file:
             position += len(line)
-            if line.endswith(b"\n") and _is_row(line, step):
-                end = position
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                    end = position
         file.truncate(end)
-
-
-def _is_row(line: bytes, step: int) -> bool:
-    """Whether a line is the row of a step, or of one before it."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        return bool(json.loads(line)["step"] <= step)
-    return False
 
 
 def refuse_unseen(config: Config, folder: Path, *, is_new: bool) -> None:
@@ -328,14 +285,16 @@ def refuse_unseen(config: Config, folder: Path, *, is_new: bool) -> None:
     # A rank of another machine may have a folder of this name on a disk of its own. The lock says
     # which process has it since when, so it is another one there.
     def holder() -> str:
-        return _holder(folder) if dist.get_rank() == 0 else ""
+        with suppress(OSError):
+            return run_files.read(folder / LOCK).decode(errors="replace")
+        return ""
 
     expected = agree("the lock of the run", holder)[0]
 
     def sees() -> tuple[bool, str]:
         # A network file system may show a new file late.
         deadline = time.monotonic() + _SEEN_SECONDS
-        while (is_blind := _holder(folder) != expected) and time.monotonic() < deadline:
+        while (is_blind := holder() != expected) and time.monotonic() < deadline:
             time.sleep(0.1)
         return is_blind, f"{socket.gethostname()} in {Path.cwd()}"
 
@@ -344,16 +303,9 @@ def refuse_unseen(config: Config, folder: Path, *, is_new: bool) -> None:
     if blind:
         if is_new and dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        machines = sorted(set(blind.values()))
         config.refuse(
             "train.output",
-            f"ranks {sorted(blind)} on {', '.join(machines)} do not see {folder}, which rank 0 on "
-            f"{replies[0][1]} has made, and each rank writes a part of each checkpoint: choose a "
-            f"folder that all machines share, or set train.save = false",
+            f"ranks {sorted(blind)} on {', '.join(sorted({*blind.values()}))} do not see {folder}, "
+            f"which rank 0 on {replies[0][1]} has made, and each rank writes a part of each "
+            f"checkpoint: choose a folder that all machines share, or set train.save = false",
         )
-
-
-def _holder(folder: Path) -> str:
-    with suppress(OSError):
-        return run_files.read(folder / LOCK).decode(errors="replace")
-    return ""

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from pipegrad.plan.options import CHECK_EVERY, STEP_SECONDS
-from pipegrad.plugins.handler import BUCKET_BYTES
+from pipegrad import GradientOptions
 from pipegrad.plugins.registry import closest_first
 
 
@@ -93,7 +92,9 @@ class Gradients(Table):
     """How gradients travel."""
 
     bucket_bytes: int = Field(
-        default=BUCKET_BYTES, ge=0, description="wire bytes at which a bucket closes"
+        default=GradientOptions.bucket_bytes,
+        ge=0,
+        description="wire bytes at which a bucket closes",
     )
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
@@ -128,7 +129,7 @@ class Gradients(Table):
         "the update of this step out on all ranks; 100 in a row end the run",
     )
     check_every: int = Field(
-        default=CHECK_EVERY,
+        default=GradientOptions.check_every,
         ge=0,
         description="steps between comparisons of the copies of each parameter; the first ones are "
         "in steps 2, 4, 8 and so on; 0: never",
@@ -425,7 +426,7 @@ class Train(Table):
         "writes timeline.json into the run's folder, for pipegrad trace",
     )
     step_timeout_seconds: float = Field(
-        default=STEP_SECONDS,
+        default=GradientOptions.step_timeout_seconds,
         gt=0,
         description="how long a step, a batch of an evaluation, or the end of a process may take "
         "on any rank; then the job ends on all ranks with a report of who was late",

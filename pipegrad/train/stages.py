@@ -1,44 +1,47 @@
 """Stages: every rank makes the model, keeps its own stages, and tries them out.
 
 Many errors of a model appear only when it runs. Here they are errors of the configuration, on all
-ranks alike, before any training. `profile_job` runs stages for their times.
+ranks alike, before any training.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipegrad import Cut, Scheduler, Stage, Topology, run_files
 from pipegrad.comm.activity import failure_of
 from pipegrad.comm.agreement import agree, agree_keeping, nobody_comes
-from pipegrad.errors import ConfigError, in_words
-from pipegrad.model.dtensor import local
-from pipegrad.model.suspects import same_bits
-from pipegrad.observe.stage_profile import profile_stages
-from pipegrad.partition.cut_model import Cut
-from pipegrad.pipeline.loss_message import TOKEN_MEAN
-from pipegrad.pipeline.scheduler import Scheduler
-from pipegrad.pipeline.stage import Stage
-from pipegrad.plugins.written import digest
-from pipegrad.simulation.costs import StageCosts
-from pipegrad.topology import Topology
-from pipegrad.train.config import Config
-from pipegrad.train.corpus import Tokenizer, tokenizer_of
-from pipegrad.train.feed import Feed, Texts
-from pipegrad.train.functions import with_options
-from pipegrad.train.job import Job
-from pipegrad.train.transformers_model import check_batch, check_tokenizer, load_stages
+from pipegrad.errors import AgreementError, ConfigError, WeightsError, in_words
+from pipegrad.partition.cut_model import Source
+from pipegrad.partition.weights.files import extra
+from pipegrad.partition.weights.pretrained import meta_model
+from pipegrad.train.config import Config, beside, with_options
+from pipegrad.train.corpus import TOKENIZER, Tokenizer, tokenizer_file
+from pipegrad.train.dataset import INPUT_IDS, Feed, Texts
+
+if TYPE_CHECKING:
+    from pipegrad.train.job import Job
 
 _PREPARE_SECONDS = 600.0  # timeout for the slowest rank to make or to try the model
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
+_DTYPES = ("float32", "bfloat16", "float16")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+# What lies beside a tokenizer.json and belongs to it.
+_BESIDE = (_TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+_PLAIN_TOKENIZER = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
 RANDOM = "the next random number"  # sorts behind names of parameters
 
 
@@ -105,7 +108,7 @@ def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer |
 
     cut, digests = agree_keeping("the model", make, timeout_seconds=_PREPARE_SECONDS)
     if uncut is None:
-        check_alike(config, dict(enumerate(digests)))
+        check_alike(config, digests)
     else:
         load_stages(config, cut, topology.local_stages)
     return cut
@@ -162,25 +165,9 @@ def try_out(
         job.config.refuse("model", " ".join(words.split()))  # one line
     for layer, name, buffer, before in buffers:
         setattr(layer, name, buffer)
-        if not same_bits(buffer, before):  # one that is expanded cannot be written
+        if not torch.equal(buffer, before):  # one that is expanded cannot be written
             with torch.no_grad():
                 buffer.copy_(before)
-
-
-def agreed(what: str, function: Callable[[], object]) -> list[Any]:
-    """Does as `agree`; but a ConfigError of some ranks is raised on all ranks as it is."""
-
-    def tried() -> object:
-        try:
-            return function()
-        except ConfigError as error:
-            return str(error)
-
-    replies = agree(what, tried, timeout_seconds=_PREPARE_SECONDS)
-    for reply in replies:
-        if isinstance(reply, str):
-            raise ConfigError(reply)
-    return replies
 
 
 def digests_of(modules: Sequence[nn.Module]) -> dict[str, str]:
@@ -190,14 +177,20 @@ def digests_of(modules: Sequence[nn.Module]) -> dict[str, str]:
     only one of them keeps. Call this right after the model was made.
     """
     named = [n for m in modules for n in chain(m.named_parameters(), m.named_buffers())]
-    drawn = repr((random.getstate(), np.random.get_state()))
+    drawn = repr((random.getstate(), np.random.get_state())).encode()
     return {
-        **{name: digest(local(tensor)) for name, tensor in named if not tensor.is_meta},
-        RANDOM: f"{digest(torch.get_rng_state())} {hashlib.sha256(drawn.encode()).hexdigest()}",
+        **{name: _digest(tensor) for name, tensor in named if not tensor.is_meta},
+        RANDOM: f"{_digest(torch.get_rng_state())} {hashlib.sha256(drawn).hexdigest()}",
     }
 
 
-def check_alike(config: Config, replies: Mapping[int, tuple[object, Mapping[str, str]]]) -> None:
+def _digest(tensor: Tensor) -> str:
+    held: Tensor = getattr(tensor, "to_local", lambda: tensor)()  # of a DTensor
+    content = held.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(content.numpy().data).hexdigest()
+
+
+def check_alike(config: Config, replies: Sequence[tuple[object, Mapping[str, str]]]) -> None:
     """Refuses a factory that made other values on one rank than on another.
 
     Args:
@@ -206,25 +199,21 @@ def check_alike(config: Config, replies: Mapping[int, tuple[object, Mapping[str,
             its `digests_of` the model.
 
     Raises:
-        ConfigError: If values differ. Names the first parameter that differs, and two ranks.
+        ConfigError: If values differ. Names a parameter that differs, and two ranks.
     """
     # Ranks of one location must have the same values. Other locations may hold other shards. A rank
     # has values of its own stages only, so each name has a first rank of its own.
     first: dict[tuple[object, str], tuple[int, str]] = {}
-    for rank, (location, digests) in replies.items():
-        differs = dict[str, int]()
-        for name, own in digests.items():
+    for rank, (location, digests) in enumerate(replies):
+        for name, own in sorted(digests.items()):
             other, expected = first.setdefault((location, name), (rank, own))
             if own != expected:
-                differs[name] = other
-        if differs:
-            name = min(differs)
-            config.refuse(
-                "model.factory",
-                f"it makes other values on rank {rank} than on rank {differs[name]}, of {name!r} "
-                f"and {len(differs) - 1} more, though train.seed seeds torch, numpy and random "
-                f"alike: draw from these alone, in an order that no set or hash decides",
-            )
+                config.refuse(
+                    "model.factory",
+                    f"it makes other values on rank {rank} than on rank {other}, of {name!r}, "
+                    f"though train.seed seeds torch, numpy and random alike: draw from these "
+                    f"alone, in an order that no set or hash decides",
+                )
 
 
 def largest_first(config: Config, tokenizer: Tokenizer) -> Tensor:
@@ -234,33 +223,145 @@ def largest_first(config: Config, tokenizer: Tokenizer) -> Tensor:
     return tokens.remainder(tokenizer.size)[None]
 
 
-def profile_job(job: Job, *, repeats: int = 5) -> tuple[StageCosts, ...]:
-    """Returns what one microbatch costs on each stage, measured in this process alone.
+# What ``[model] pretrained`` or ``config`` names. Every rank makes the uncut model without memory,
+# cuts it, and gives its own stages their values.
 
-    Args:
-        job: A job that trains on text; its model fits into this process.
-        repeats: Of each pass; the median counts.
+
+def uncut_model(config: Config) -> Any:  # noqa: ANN401 - a PreTrainedModel
+    """Returns the uncut model on the meta device; every rank must call it.
 
     Raises:
-        ConfigError: If its stages can only be made, or fed, by their ranks.
-        Exception: What a stage raises.
+        ConfigError: If it cannot be made, is no causal language model, or is for shorter sequences.
     """
-    config, advice = job.config, "call pipegrad.measure_costs in a loop of your own"
-    if config.model.is_transformers:
-        config.refuse("model", f"its stages are loaded by their ranks, not here: {advice}")
-    if job.dataset is not None:
-        config.refuse("data.dataset", f"its batches are made by the ranks, not here: {advice}")
-    rows = config.data.batch_size // (job.num_shares * config.parallel.microbatches)
-    tokens = largest_first(config, tokenizer_of(config)).repeat(rows, 1)
-    num_stages = len(job.schedule.stage_to_rank)
-    stages = job.cut(job.model("cpu")).stages(range(num_stages), recompute=config.train.recompute)
-    (name,) = stages[0].inputs
-    return profile_stages(
-        stages,
-        {name: tokens},
-        target=tokens,
-        loss_fn=job.loss,
-        splits=job.schedule.splits_backward,
-        is_weighted=config.train.loss_reduction == TOKEN_MEAN,
-        repeats=repeats,
-    )
+    key, path = _named(config)
+    for name in sorted(config.model.options.keys() - {"dtype"}):
+        config.refuse("model", f"a model of transformers has no option {name!r}; allowed: dtype")
+    if (dtype := config.model.options.get("dtype")) not in (None, *_DTYPES):
+        config.refuse("model.dtype", f"expected one of {[*_DTYPES]}")
+    try:
+        transformers: Any = extra("transformers")
+        kind = transformers.AutoModelForCausalLM
+        model = meta_model(path, kind=kind, dtype=getattr(torch, dtype) if dtype else None)
+    except (ConfigError, WeightsError) as error:
+        # transformers lists all classes that it has on further lines.
+        config.refuse(key, str(error).partition("\n")[0], cause=error)
+    _check_kind(config, key, model)
+    if config.data.dataset is None:
+        _check_length(config, "data.sequence_length", model, config.data.sequence_length)
+    return model
+
+
+def _named(config: Config) -> tuple[str, Path]:
+    """Returns the key that names the model, and what it names."""
+    if config.model.pretrained is not None:
+        return "model.pretrained", beside(config, config.model.pretrained)
+    assert config.model.config is not None
+    return "model.config", beside(config, config.model.config)
+
+
+def _check_kind(config: Config, key: str, model: Any) -> None:  # noqa: ANN401 - a PreTrainedModel
+    """Refuses a directory of another kind of model, whose weights do not fit a causal one."""
+    expected = type(model).__name__
+    found = (model.config.architectures or [expected])[0]
+    # transformers makes causal models of encoders, too. Then they see the tokens that follow.
+    auto: Any = extra("transformers.models.auto.modeling_auto")
+    masked = model.config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    is_decoder = model.config.is_encoder_decoder or getattr(model.config, "is_decoder", False)
+    if found == expected and masked and not is_decoder:
+        found, expected = f"{found} with is_decoder = false", "a decoder"
+    if found != expected:
+        config.refuse(
+            key,
+            f"it is a {found}, and the trainer trains causal language models ({expected}): train "
+            f"others with pipegrad.cut and a loop of your own",
+        )
+
+
+def _check_length(config: Config, key: str, model: Any, length: int) -> None:  # noqa: ANN401
+    if length > (longest := positions(model)):
+        config.refuse(
+            key,
+            f"the model has positions for {longest} tokens (max_position_embeddings), and "
+            f"sequences have {length}: choose shorter ones",
+        )
+
+
+def positions(model: Any) -> int:  # noqa: ANN401
+    """Returns how many tokens a model takes; no limit is `sys.maxsize`."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return longest if longest and longest > 0 else sys.maxsize  # XLNet's is -1
+
+
+def check_tokenizer(config: Config, model: Any, tokenizer: Tokenizer) -> None:  # noqa: ANN401
+    """Refuses a tokenizer with more tokens than the model."""
+    size = model.config.get_text_config().vocab_size
+    if tokenizer.size > size:
+        config.refuse(
+            "model",
+            f"it has a vocabulary of {size} tokens, and the tokenizer "
+            f"({tokenizer_file(config) or 'bytes'}) has {tokenizer.size}: choose the tokenizer of "
+            f"the model, or a vocab_size of {tokenizer.size} or more",
+        )
+
+
+def check_batch(config: Config, model: Any, inputs: Mapping[str, Tensor]) -> None:  # noqa: ANN401
+    """Refuses a batch that is too long, or has names that the model would ignore."""
+    known = set(inspect.signature(type(model).forward).parameters) - {"self", "kwargs", "labels"}
+    unknown = sorted(inputs.keys() - known)
+    if unknown:
+        config.refuse(
+            "data.dataset",
+            f"its batches have {unknown}, which {type(model).__name__} does not take: leave out "
+            f"what is not of {sorted(known)}, labels and target",
+        )
+    _check_length(config, "data.dataset", model, inputs[INPUT_IDS].shape[1])
+
+
+def load_stages(config: Config, cut: Cut, stages: Sequence[int]) -> None:
+    """Gives the stages of this rank their values, on the CPU; every rank must call it.
+
+    Raises:
+        ConfigError: If the directory lacks a value, or cannot be read.
+    """
+    key, path = _named(config)
+    is_saved = key == "model.pretrained"
+    cut.source = Source("cpu", None if is_saved else config.train.seed, path if is_saved else None)
+    try:
+        cut.load(stages)
+    except (WeightsError, AgreementError) as error:
+        config.refuse(key, str(error), cause=error)
+
+
+def save_model(config: Config, cut: Cut, folder: Path) -> None:
+    """Writes a folder that transformers reads, with the tokenizer; every rank must call it.
+
+    Raises:
+        ConfigError: If it cannot be written.
+    """
+    tokenizer, is_first = tokenizer_file(config), dist.get_rank() == 0
+
+    def make() -> None:
+        if is_first:
+            run_files.make_folder(folder)
+
+    def copy() -> None:
+        if is_first and tokenizer is not None:
+            _copy_tokenizer(tokenizer, folder)
+
+    try:
+        agree("the folder of the model", make)
+        cut.save_pretrained(folder)
+        agree("the tokenizer of the model", copy)
+    except (WeightsError, AgreementError, OSError) as error:
+        complaint = f"the model cannot be written into {folder}: {error}"
+        config.refuse("train.output", complaint, cause=error)
+
+
+def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    run_files.replace(folder / TOKENIZER, run_files.read(tokenizer))
+    for name in _BESIDE:
+        if tokenizer.name == TOKENIZER and tokenizer.with_name(name).is_file():
+            run_files.replace(folder / name, run_files.read(tokenizer.with_name(name)))
+    # Without it transformers would take the tokenizer of the model's family.
+    if not (folder / _TOKENIZER_CONFIG).exists():
+        run_files.replace(folder / _TOKENIZER_CONFIG, _PLAIN_TOKENIZER.encode())

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
 from pipegrad.observe.measured_costs import reductions_in, with_codecs
+from pipegrad.observe.stage_profile import profile_stages
 from pipegrad.partition.cut_model import Cut
+from pipegrad.pipeline.loss_message import TOKEN_MEAN
 from pipegrad.pipeline.wiring import synced_stages
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan
@@ -25,7 +28,9 @@ from pipegrad.simulation.costs import CollectiveCosts, Costs, StageCosts
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.topology import Topology
+from pipegrad.train.corpus import tokenizer_of
 from pipegrad.train.job import Job
+from pipegrad.train.stages import largest_first
 
 Span = tuple[int, int, int]  # first, last, step
 _UNIT_COSTS = StageCosts(forward_seconds=1, backward_seconds=2, weight_seconds=1)
@@ -259,22 +264,20 @@ def _ties(job: Job, manifest: Manifest) -> Iterator[dict[str, Any]]:
 def _routes(job: Job, manifest: Manifest, plans: Mapping[int, Plan]) -> Iterator[dict[str, Any]]:
     """Yields for each route how many parameters take it."""
     # Several ranks have a plan for the same parameter. It counts once, at its lowest rank.
-    route_of: dict[str, str] = {}
-    sizes: dict[str, int] = {}
+    seen = set[str]()
+    rows: dict[str, dict[str, Any]] = {}
     for rank, plan in plans.items():
         routes = dict(plan.routes)
         for record in manifest.records(job.topology(rank)):
-            reduction_steps = " then ".join(map(str, routes.get(record.key, ())))
-            route = reduction_steps or "stays where it is"
-            route_of.setdefault(record.key, route if record.requires_grad else "frozen")
-            sizes[record.key] = record.numel
-    keys_of: dict[str, list[str]] = {}
-    for key, route in route_of.items():
-        keys_of.setdefault(route, []).append(key)
-    # Routes keep the order in which parameters take them first, so the table is stable.
-    for route, keys in keys_of.items():
-        elements = sum(sizes[key] for key in keys)
-        yield {"route": route, "parameters": len(keys), "elements": elements}
+            route = " then ".join(map(str, routes.get(record.key, ()))) or "stays where it is"
+            route = route if record.requires_grad else "frozen"
+            if record.key not in seen:
+                # Routes keep the order in which parameters take them first: the table is stable.
+                row = rows.setdefault(route, {"route": route, "parameters": 0, "elements": 0})
+                row["parameters"] += 1
+                row["elements"] += record.numel
+            seen.add(record.key)
+    yield from rows.values()
 
 
 def _links(program: Program, costs: Costs | None) -> Iterator[dict[str, Any]]:
@@ -350,19 +353,47 @@ def _launched(buckets: Iterable[Bucket], topology: Topology) -> Iterator[tuple[i
 
 
 def spans(ranks: Iterable[int]) -> list[Span]:
-    """Returns ascending ranks as as few spans as a pass from the first to the last finds."""
+    """Returns ascending ranks as one span, if they are equally far apart, else as rows."""
+    ranks = list(ranks)
+    steps = {later - rank for rank, later in pairwise(ranks)}
+    if len(ranks) > 2 and len(steps) == 1:
+        return [(ranks[0], ranks[-1], steps.pop())]
     found: list[Span] = []
     for rank in ranks:
-        first, last, step = found[-1] if found else (rank, rank, 0)
-        if found and step in (0, rank - last):
-            found[-1] = (first, rank, rank - last)
-        else:
-            found.append((rank, rank, 0))
-    # Two ranks that are not neighbours are no row: each stands alone.
-    pairs = (_apart(span) for span in found)
-    return [(first, last, step or 1) for split in pairs for first, last, step in split]
+        first = rank
+        if found and found[-1][1] == rank - 1:
+            first, *_ = found.pop()
+        found.append((first, rank, 1))
+    return found
 
 
-def _apart(span: Span) -> list[Span]:
-    first, last, step = span
-    return [(first, first, 1), (last, last, 1)] if step > 1 and last == first + step else [span]
+def profile_job(job: Job, *, repeats: int = 5) -> tuple[StageCosts, ...]:
+    """Returns what one microbatch costs on each stage, measured in this process alone.
+
+    Args:
+        job: A job that trains on text; its model fits into this process.
+        repeats: Of each pass; the median counts.
+
+    Raises:
+        ConfigError: If its stages can only be made, or fed, by their ranks.
+        Exception: What a stage raises.
+    """
+    config, advice = job.config, "call pipegrad.measure_costs in a loop of your own"
+    if config.model.is_transformers:
+        config.refuse("model", f"its stages are loaded by their ranks, not here: {advice}")
+    if job.dataset is not None:
+        config.refuse("data.dataset", f"its batches are made by the ranks, not here: {advice}")
+    rows = config.data.batch_size // (job.num_shares * config.parallel.microbatches)
+    tokens = largest_first(config, tokenizer_of(config)).repeat(rows, 1)
+    num_stages = len(job.schedule.stage_to_rank)
+    stages = job.cut(job.model("cpu")).stages(range(num_stages), recompute=config.train.recompute)
+    (name,) = stages[0].inputs
+    return profile_stages(
+        stages,
+        {name: tokens},
+        target=tokens,
+        loss_fn=job.loss,
+        splits=job.schedule.splits_backward,
+        is_weighted=config.train.loss_reduction == TOKEN_MEAN,
+        repeats=repeats,
+    )

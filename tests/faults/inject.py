@@ -132,7 +132,7 @@ def install() -> None:
     _State.is_installed = True
     from pipegrad.gradients import param_sync
     from pipegrad.pipeline.transfers import Transfers
-    from pipegrad.train.trainer import Trainer
+    from pipegrad.train.loop import Trainer
 
     _before(Trainer, "step", _begin_step)
     _before(Transfers, "send", lambda *_: strikes("transfer"))

@@ -39,7 +39,7 @@ _PRELOADED = (
     "torch.export",
     "pipegrad",
     "pipegrad.cli",
-    "pipegrad.train.trainer",
+    "pipegrad.train.loop",
     "pipegrad_handlers.pipeline_shared",
     "tests.faults.world",
 )

@@ -50,6 +50,25 @@ MAY_PICKLE = {
     "audit/audit.py": "what ranks have seen goes to rank 0, over torch's groups",
 }
 FACE_NAMES = 6
+# Files of train/ that no training loop needs, and parts that know no training.
+NO_LOOP = {
+    "process.py": "how the process of a rank begins and ends: a script has its launcher",
+    "job.py": "what follows from a configuration without ranks, for `pipegrad plan` too",
+    "summary.py": "`pipegrad plan`",
+    "rendering.py": "tables of the commands",
+}
+WORDS_AND_FILES = {"errors", "limits", "plugins", "printable", "run_files"}
+# What the trainer imports beside public names, and why a loop of a user needs none of it.
+NOT_OF_A_LOOP = {
+    "comm.watch.Bounded": "limits the set-up; that of a script ends with its launcher",
+    "comm.activity.failure_of": "tells who fails first when a model is tried out",
+    "comm.agreement.nobody_comes": "the same",
+    "gradients.norm.in_a_sentence": "words",
+    "simulation.timeline.in_time": "words",
+    "partition.cut_model.Source": "cut.from_pretrained, with checks of keys between its steps",
+    "partition.weights.files.extra": "the same",
+    "partition.weights.pretrained.meta_model": "the same",
+}
 
 
 def may_import() -> dict[str, set[str]]:
@@ -68,6 +87,8 @@ def may_import() -> dict[str, set[str]]:
     table["pipeline"] |= table["schedules"]
     for part in TOOLS:
         table[part] |= table["orders"]
+    # The trainer imports what a user imports.
+    table["train"] |= {"__init__"}
     # An audit runs in ranks of its own.
     table["audit"] |= {"testing"}
     # What is public is the core's: authors of handlers and codecs test with it.
@@ -220,6 +241,27 @@ def test_built_in_plug_ins_use_public_names_only(folder: Path, contract: str) ->
         if name.split(".")[0] == "pipegrad" and name not in public and not name.startswith(contract)
     ]
     assert wrong == []
+
+
+def documented() -> set[str]:
+    """Returns what the reference shows, and what the package exports, also by the homes of that."""
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.rst"))
+    homes = {f"pipegrad.{module}.{name}" for name, module in pipegrad._HOME_OF.items()}
+    exported = {f"pipegrad.{name}" for name in pipegrad.__all__}
+    return homes | exported | {*re.findall(r"^\.\. auto\w+:: (pipegrad\S*)", pages, re.MULTILINE)}
+
+
+def test_the_trainer_is_a_user_of_the_public_api() -> None:
+    """A team with a loop of its own copies train/loop.py: it finds there what it can import."""
+    public, found = documented(), set[str]()
+    for path in sources(PACKAGE / "train"):
+        for name, _ in imports(path) if path.name not in NO_LOOP else ():
+            is_ours = name.split(".")[0] == "pipegrad" and part_of(name) != "train"
+            inside = name.removeprefix("pipegrad.").split(".")[0]
+            if is_ours and inside not in {*WORDS_AND_FILES, *pipegrad._FOLDERS}:
+                found |= {name} - public
+    assert {name.removeprefix("pipegrad.") for name in found} == {*NOT_OF_A_LOOP}
+    assert {*NO_LOOP} <= {path.name for path in sources(PACKAGE / "train")}
 
 
 def test_private_names_of_torch_are_where_they_are_known_to_be() -> None:

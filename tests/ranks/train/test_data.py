@@ -24,7 +24,7 @@ from pipegrad.train import corpus
 from pipegrad.train.config import Config, load
 from pipegrad.train.corpus import read_corpus
 from pipegrad.train.job import Job
-from pipegrad.train.run import Report
+from pipegrad.train.report import Report
 from tests.support.pages import file_of
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
@@ -170,20 +170,14 @@ def test_what_the_page_shows_trains(
         assert Path("losses.csv").read_text() == f"1,{alone.losses[0]}\n"
 
 
-def test_data_ranks_with_the_same_batch_are_noted(job: Path) -> None:
-    [note] = trained(job, dataset("alike"), "parallel.data=2", until=0).notes
-    assert note.startswith("data.dataset: all data ranks have the same first batch: if that")
-    assert trained(job, dataset("drawn"), "parallel.data=2", until=0).notes == ()
-
-
 # --- what goes wrong behind the first batch
 
 LATE = {
     "fails_on_one": (3, r"rank 1: ConfigError: .*fails at batch 3: OSError\('no such shard'\)"),
     "ends_once": (3, "has no batch in epoch 2 after 2 batches: return an iterable that begins"),
-    "none_later": (2, "batch 2: it is None: expected a tensor of tokens"),
+    "none_later": (2, "batch 2: it is NoneType: expected a tensor of tokens"),
     "last_smaller": (2, r"batch 2 has 1 rows \(inputs int64 \(1, 16\)\), fewer than"),
-    "by_rank_later": (3, "batch 3 of data.dataset is another one on rank 1 than on rank 0"),
+    "by_rank_later": (4, "ranks 0 and 1 were given different tensors as 'x'"),
 }
 
 

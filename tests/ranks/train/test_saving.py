@@ -23,8 +23,8 @@ from rich.console import Console
 from pipegrad.checkpoint import files, saving
 from pipegrad.checkpoint.folders import checkpoints
 from pipegrad.errors import PipegradError
-from pipegrad.train.run import Report, run
-from pipegrad.train.trainer import Trainer
+from pipegrad.train.loop import Trainer, run
+from pipegrad.train.report import Report
 from tests.support import checkpoints as checkpoints_of
 from tests.support.ranked import gathered
 from tests.support.train.jobs import trainer_of, with_job

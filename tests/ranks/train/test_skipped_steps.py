@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.errors import DriftError, StepError
+from pipegrad.train.loop import Trainer
 from pipegrad.train.reporters.reporter import StepMetrics
-from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
 from tests.support.train.jobs import trainer_of, with_job
 

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipegrad.cli import main
 from pipegrad.errors import PipegradError
 from pipegrad.train.config import load
+from pipegrad.train.loop import Trainer
 from pipegrad.train.reporters.reporter import StepMetrics
-from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
 
 SMALL = """

@@ -18,9 +18,9 @@ from pipegrad.errors import (
 from pipegrad.plugins.registry import REDACTED, complaints_of, redacted
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
+from pipegrad.train.report import manifest_of
 from pipegrad.train.reporters.reporter import reporters
 from pipegrad.train.reporters.terminal import Terminal
-from pipegrad.train.run import manifest_of
 from pipegrad.train.schema import Model, Named, Train
 from tests.support.plugins import (
     ACME,

@@ -97,7 +97,8 @@ def test_a_schedule_goes_on_to_the_bit(name: str, monkeypatch: pytest.MonkeyPatc
     assert first.options(5) == whole[:5]
     second, state = Run(SCHEDULES[name]), plain.loads(plain.dumps(first.update.state_dict()))
     monkeypatch.setattr("pipegrad.train.optimizer.advance", None)  # no step is made again
-    second.update.restore(state, 5)
+    second.update.load_state_dict(state)
+    second.update.follow(5)
     assert second.options(7) == whole[5:]
 
 
@@ -107,10 +108,11 @@ def test_another_schedule_makes_the_steps_that_were_not_skipped() -> None:
     first.update.skipped = 2
     other = Run(SCHEDULES["restarts"], lr=0.2)
     whole = Run(SCHEDULES["restarts"], lr=0.2).options(6)
-    other.update.restore(first.update.state_dict(), 5)
+    other.update.load_state_dict(first.update.state_dict())
+    other.update.follow(5)
     assert other.update.skipped == 2
     assert other.options(3) == whole[3:]
     # As without an entry.
     run = Run(SCHEDULES["StepLR"])
-    run.update.restore(None, 4)
+    run.update.follow(4)
     assert run.options(2) == Run(SCHEDULES["StepLR"]).options(6)[4:]

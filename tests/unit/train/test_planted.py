@@ -27,10 +27,10 @@ from pipegrad.train.run_folder import (
     continue_run_folder,
     cut_rows,
     find_origin,
-    read_manifest,
+    is_of_output,
 )
 from pipegrad.train.schema import Model, Train
-from pipegrad.train.transformers_model import _copy_tokenizer
+from pipegrad.train.stages import _copy_tokenizer
 from tests.support.checkpoints import save_together, written
 from tests.support.picture.timelines import SMALL
 
@@ -144,7 +144,7 @@ PIPES: list[tuple[str, Write]] = [
     ("lock", RunLock),
     ("metrics.jsonl", open_metrics),
     ("metrics.jsonl", cut_metrics),
-    ("manifest.json", read_manifest),
+    ("manifest.json", lambda run: is_of_output(run, run)),
     ("timeline.json", save_timeline),
     ("timeline.json", lambda run: Timeline.load(run / "timeline.json")),
     ("costs.json", lambda run: Costs.load(run / "costs.json")),

@@ -20,8 +20,8 @@ from rich.console import Console
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
+from pipegrad.train.report import Report
 from pipegrad.train.reporters.reporter import Reporter, StepMetrics, reporters
-from pipegrad.train.run import Report
 from pipegrad.train.schema import Model, Named, Train
 
 

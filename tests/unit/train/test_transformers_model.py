@@ -13,7 +13,7 @@ from pipegrad.errors import ConfigError
 from pipegrad.train.config import beside, load
 from pipegrad.train.corpus import TOKENIZER, tokenizer_file
 from pipegrad.train.dataset import pair_of
-from pipegrad.train.transformers_model import uncut_model
+from pipegrad.train.stages import uncut_model
 
 IDS = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
