@@ -19,6 +19,7 @@ import numpy as np
 from pipegrad.schedules.program.program import (
     KINDS,
     MICROBATCH_BITS,
+    MICROBATCH_MASK,
     Op,
     Program,
 )
@@ -300,4 +301,5 @@ class _Order(Run):
     def _do(self, rank: RankRun, op: int, rest: int) -> None:
         super()._do(rank, op, rest)
         if op in (_COMPUTE, _SEND, _RECEIVE):
-            self.items.append((op, rank.rank, *divmod(rest, 2**MICROBATCH_BITS)))
+            which, microbatch = rest >> MICROBATCH_BITS, rest & MICROBATCH_MASK
+            self.items.append((op, rank.rank, which, microbatch))
