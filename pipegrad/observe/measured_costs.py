@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from operator import itemgetter
 from typing import Literal
 
@@ -48,7 +48,8 @@ from pipegrad.simulation.costs import (
     Network,
     StageCosts,
 )
-from pipegrad.simulation.timeline import COMPUTE, Timeline
+from pipegrad.simulation.explain.inferred import host_costs
+from pipegrad.simulation.timeline import Timeline
 from pipegrad.topology import Topology
 
 
@@ -379,29 +380,6 @@ def _step_seconds(optimizers: Iterable[torch.optim.Optimizer], device: torch.dev
     for optimizer in optimizers:
         optimizer.step()
     return clock(device) - began
-
-
-def host_costs(timeline: Timeline) -> HostCosts:
-    """Returns what hosts take on top of computing, of a measured timeline.
-
-    The host time right before a compute is that of an action: a mean. All other host time is that
-    of the step, on the rank that has least. Other ranks also wait in it for what no span
-    says, such as the loss of the last stage.
-    """
-    before, actions, rests = 0.0, 0, list[float]()
-    for rank in range(timeline.num_ranks):
-        spans = timeline.on_rank(rank)
-        host = sum(s.seconds for s in spans if s.kind == "host")
-        own = sum(
-            s.seconds for s, after in pairwise(spans) if s.kind == "host" and after.kind in COMPUTE
-        )
-        before += own
-        actions += sum(s.kind in COMPUTE for s in spans)
-        rests.append(host - own)
-    return HostCosts(
-        action_seconds=before / max(actions, 1),
-        step_seconds=max(0.0, min(rests, default=0.0)) / max(len(timeline.step_ends), 1),
-    )
 
 
 # What the codecs of hops cost.
