@@ -79,8 +79,7 @@ class Schedule:
         """Refuses anything that is not an action."""
         for rank, actions in enumerate(self.actions):
             for number, cell in enumerate(actions):
-                is_action = isinstance(cell, Action) and cell.kind in _KINDS
-                if not (is_action and is_number(cell.stage) and is_number(cell.microbatch)):
+                if not _is_action(cell):
                     raise ScheduleError(
                         f"cell {number} of rank {rank} is {cell!r}, expected an Action of a stage, "
                         f"one of the kinds {list(_KINDS)} and a microbatch, such as "
@@ -285,6 +284,12 @@ class Schedule:
     @cached_property
     def _present(self) -> frozenset[Action]:
         return frozenset(action for actions in self.actions for action in actions)
+
+
+def _is_action(cell: object) -> bool:
+    if not isinstance(cell, Action):
+        return False
+    return is_number(cell.stage) and cell.kind in _KINDS and is_number(cell.microbatch)
 
 
 def is_number(value: object) -> bool:
