@@ -26,8 +26,8 @@ from pipegrad.comm.activity import failure_of
 from pipegrad.comm.agreement import agree, agree_keeping, nobody_comes
 from pipegrad.errors import AgreementError, ConfigError, WeightsError, in_words
 from pipegrad.partition.cut_model import Source
-from pipegrad.partition.weights.files import extra
-from pipegrad.partition.weights.pretrained import meta_model
+from pipegrad.partition.hf.files import extra
+from pipegrad.partition.hf.pretrained import meta_model
 from pipegrad.train.config import Config, beside, with_options
 from pipegrad.train.corpus import TOKENIZER, Tokenizer, tokenizer_file
 from pipegrad.train.dataset import INPUT_IDS, Feed, Texts

@@ -66,8 +66,8 @@ NOT_OF_A_LOOP = {
     "gradients.norm.in_a_sentence": "words",
     "simulation.timeline.in_time": "words",
     "partition.cut_model.Source": "cut.from_pretrained, with checks of keys between its steps",
-    "partition.weights.files.extra": "the same",
-    "partition.weights.pretrained.meta_model": "the same",
+    "partition.hf.files.extra": "the same",
+    "partition.hf.pretrained.meta_model": "the same",
 }
 
 
