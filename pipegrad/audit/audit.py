@@ -164,7 +164,8 @@ class Audit:
             ("optimizer", self.optimizer, _MAKER, has_maker),
             ("variants", self.variants, _TABLE, isinstance(self.variants, Mapping)),
         ]
-        variants: Any = self.variants if isinstance(self.variants, Mapping) else {}
+        changes: Any = self.variants
+        variants: Mapping[object, object] = changes if isinstance(changes, Mapping) else {}
         for name, change in variants.items():
             is_right = isinstance(name, str) and callable(change)
             kinds.append((f"the variant {name!r}", change, _VARIANT, is_right))

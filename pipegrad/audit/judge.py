@@ -299,15 +299,15 @@ class Judge:
                     for copy, fit in copies.items()
                 ),
             )
-            fitting = [(fit, place, "") for fit in found[key][0]]
+            uses = [(fit, place, "") for fit in found[key][0]]
             if place.num_uses > 1:
                 stages = {use: usual[copy.ranks] for copy in copies for use in copy.uses}
                 of_uses = [stages.get(use, _RIGHT) for use in truth.uses[name]]
-                fitting += [
+                uses += [
                     (fit, replace(place, holders=1, usual=fit.scales[0]), use)
                     for fit, use in _fits_of_uses(one, parts[name], truth, of_uses)
                 ]
-            said[key] = explained(fitting, one.allowed)
+            said[key] = explained(uses, one.allowed)
         summed = _not_summed(list(finite.values()), truth)
         # Numbers that nothing explains follow from other values beside them.
         odd = {ranks for name, ranks in said if not found[name, ranks][0] and name not in summed}

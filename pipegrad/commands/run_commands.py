@@ -53,9 +53,10 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
     """
     import torch.distributed as dist
 
+    from pipegrad.tables import make_console, print_parts
     from pipegrad.train.loop import Trainer, run
     from pipegrad.train.process import fail, process_group
-    from pipegrad.train.rendering import make_console, rendered_summary
+    from pipegrad.train.rendering import rendered_summary
     from pipegrad.train.report import Report
 
     with usage_errors(), process_group():

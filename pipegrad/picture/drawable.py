@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipegrad.errors import ScheduleError
 from pipegrad.printable import printable
@@ -30,7 +30,7 @@ from pipegrad.simulation.timeline import (
 _ROUNDING = 1e-9  # of the whole: spans that overlap by less do so because numbers are rounded
 
 
-def check(timelines: object) -> None:
+def check(timelines: Any) -> None:  # noqa: ANN401 - whatever a user gives
     """Refuses what cannot be drawn.
 
     Raises:

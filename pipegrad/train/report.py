@@ -22,9 +22,9 @@ from pipegrad.plugins.registry import redacted
 from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.explain.sentence import sentence
 from pipegrad.simulation.timeline import Timeline, in_time
+from pipegrad.tables import table
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
-from pipegrad.train.rendering import table
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.run_folder import MANIFEST
 

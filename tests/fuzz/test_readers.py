@@ -199,12 +199,9 @@ def weights(name: str, content: bytes, folder: Path) -> None:
     if name == INDEX:
         written(shard(), folder, "1.safetensors")
     found = Weights(folder)
-    try:
-        for tensor in found.files:
-            shape = found.entry(tensor).get_shape()
-            assert [*found.read(tensor).shape] == shape
-    finally:
-        found.close()
+    for tensor in found.files:
+        shape = found.entry(tensor).get_shape()
+        assert [*found.read(tensor).shape] == shape
 
 
 def _timeline(**changed: object) -> bytes:

@@ -277,7 +277,7 @@ def slowly(folder: Path) -> float:
 
     with (
         mock.patch.object(files, "_PIECE_BYTES", 16),
-        mock.patch.object(files.zlib, "crc32", slow),
+        mock.patch.object(zlib, "crc32", slow),
     ):
         saver.save(1, wait=True)
         saver.close()

@@ -11,9 +11,9 @@ import pytest
 from pipegrad.schedules import build, lower
 from pipegrad.schedules.program.program import Program
 from pipegrad.simulation import fastest_cut as searched
-from pipegrad.simulation.choose import EQUAL, chain_of, cut_at
+from pipegrad.simulation.choose import chain_of, cut_at
 from pipegrad.simulation.costs import CollectiveCosts, Costs, LinkCosts, Network, StageCosts
-from pipegrad.simulation.fastest_cut import Begins, balanced_seconds, fastest_cut
+from pipegrad.simulation.fastest_cut import EQUAL, Begins, balanced_seconds, fastest_cut
 from pipegrad.simulation.simulator import simulate
 
 MIB = 2**20
