@@ -2,6 +2,10 @@
 
 Names of some collectives differ between versions of torch. Over gloo, each rank sends the others
 their shards by messages, and adds what arrives.
+
+To add a collective, give messages a tag of their own, and each wait a sync point with a name and a
+reason. A program in tests/support/ordering/programs.py must be wrong without it, because the
+mutation gate switches each sync point off. gradients/reductions.py says which placement uses it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The options of the gradient layer: one frozen record, always passed as a whole."""
+"""The options of the gradient layer: one frozen record, always passed as a whole.
+
+To add an option, add a field with its docstring and its limits in `check`; ranks compare it then,
+and every entry accepts it by name. Use it in one place. Its key for a TOML file is in
+train/schema.py, and the wrong values are rows of tests/ranks/gradients/test_sync_failures.py.
+"""
 
 from __future__ import annotations
 

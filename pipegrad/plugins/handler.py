@@ -1,6 +1,11 @@
 """The contract of gradient handlers: what they are given, return and may override.
 
 Handlers whose options name functions check them by `complaints_of` and `closest_first`.
+
+To add a placement, give it a member of `Placement`, at its position in a route. Its properties say
+who continues with which elements, and whether parameters are sent back; all other code asks for
+these. Then add its collectives to the two tables of gradients/reductions.py, and a row to
+tests/parity/test_gradient_placements.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Actions, and the schedules made of them: plain data without torch, printable as a grid."""
+"""Actions, and the schedules made of them: plain data without torch, printable as a grid.
+
+To add a schedule, write a `ScheduleGenerator` in schedules/builtin, whose docstring shows the grid
+and names the source, and an entry point in pyproject.toml. tests/unit/schedules/test_schedules.py
+compares the docstring with the grid, and tests/parity/test_scheduler_parity.py its gradients with
+one process.
+"""
 
 from __future__ import annotations
 
