@@ -191,7 +191,7 @@ class Batches:
             pair = pair_of(batch, is_named=self._config.model.is_transformers)
         except (TypeError, ValueError) as error:
             self._config.refuse(self._key, f"batch {number}: {error}", cause=error)
-        inputs = pair[0] if isinstance(pair[0], Tensor) else pair[0][INPUT_IDS]
+        inputs = pair[0] if isinstance(pair[0], Tensor) else next(iter(pair[0].values()))
         rows, microbatches = len(inputs), self._config.parallel.microbatches
         if rows < microbatches:
             if number > 1 and not self._repeat:
@@ -210,12 +210,11 @@ def pair_of(batch: object, *, is_named: bool = False) -> Pair:
 
     Args:
         batch: Tokens ``(rows, length)``, whose targets are their successors; or a pair of inputs
-            and targets; or a table of two, whose targets are called ``labels`` or ``target``.
-            Values may be tensors or arrays.
-        is_named: Whether a model of transformers takes the inputs. A table may then have more
-            names, and labels are shifted as the model does: a label is the target of the token
-            before it. A ``target`` is not shifted. Without both the tokens are the labels, but for
-            those whose ``attention_mask`` is 0.
+            and targets; or a table of inputs and of targets, which are called ``labels`` or
+            ``target``. Values may be tensors or arrays.
+        is_named: Whether a model of transformers takes the inputs. Labels are then shifted as the
+            model does: a label is the target of the token before it. A ``target`` is not shifted.
+            Without both the tokens are the labels, but for those whose ``attention_mask`` is 0.
 
     Raises:
         TypeError: If it is anything else.
@@ -242,23 +241,23 @@ def pair_of(batch: object, *, is_named: bool = False) -> Pair:
                 f"it has one tensor, {_described(tokens)}: expected tokens (rows, 2 or more), "
                 f"whose targets are their successors, or inputs and targets"
             )
-        inputs, target = tokens[:, :-1].long().contiguous(), tokens[:, 1:].long().contiguous()
-        return {INPUT_IDS: inputs} if is_named else inputs, target
-    if len(named) != 2 or len(targets) != 1:
+        tokens, target = tokens[:, :-1].long().contiguous(), tokens[:, 1:].long().contiguous()
+        return {INPUT_IDS: tokens} if is_named else tokens, target
+    if len(named) < 2 or len(targets) != 1:
         raise TypeError(
-            f"it has the names {[*named]}: expected one, of tokens, or two, of which one is of "
-            f"{[*_TARGETS]}: the first layer takes one tensor, so leave out the others"
+            f"it has the names {[*named]}: expected one, of tokens, or inputs and one of "
+            f"{[*_TARGETS]}"
         )
     target = named.pop(targets[0])
-    [inputs] = named.values()
-    if not inputs.dim() or not target.dim() or len(inputs) != len(target):
-        raise ValueError(
-            f"inputs are {_described(inputs)} and targets {_described(target)}: expected as many "
-            f"rows of both"
-        )
-    if inputs.dtype in _SMALL:
-        inputs = inputs.long()
-    return inputs, target.long() if target.dtype in (*_SMALL, torch.uint8) else target
+    for tensor in named.values():
+        if not tensor.dim() or not target.dim() or len(tensor) != len(target):
+            raise ValueError(
+                f"inputs are {_described(tensor)} and targets {_described(target)}: expected as "
+                f"many rows of both"
+            )
+    inputs = {n: x.long() if x.dtype in _SMALL else x for n, x in named.items()}
+    target = target.long() if target.dtype in (*_SMALL, torch.uint8) else target
+    return inputs if len(inputs) > 1 else next(iter(inputs.values())), target
 
 
 def _shifted(named: dict[str, Tensor], targets: list[str]) -> Pair:

@@ -19,6 +19,7 @@ from pipegrad.train.corpus import Tokenizer, mixed
 from pipegrad.train.dataset import Feed
 from pipegrad.train.job import Job
 
+_LOSS = "loss"
 _RECORDED = 3, 8  # last steps of a run: a half of all, at least and at most so many
 
 
@@ -52,8 +53,9 @@ class Evaluation:
         """Returns what is due after a step: attributes of `StepMetrics` by name."""
         evaluated: dict[str, Any] = {}
         if self._feed is not None and self._is_due(step, self._eval.every):
-            loss = self._measure(self._feed)
-            evaluated["held_out_loss"] = loss
+            means = self._measure(self._feed)
+            evaluated["held_out_loss"] = loss = means.pop(_LOSS)
+            evaluated["held_out_metrics"] = means
             if self._train.loss is None and loss < math.log(torch.finfo().max):
                 evaluated["perplexity"] = math.exp(loss)
         if self._tokenizer is not None and self._is_due(step, self._eval.sample_every):
@@ -63,22 +65,22 @@ class Evaluation:
     def _is_due(self, step: int, every: int | None) -> bool:
         return every is not None and (step % every == 0 or step == self._train.steps)
 
-    def _measure(self, feed: Feed) -> float:
-        """Returns the mean loss of the held-out batches, the same on all ranks."""
-        losses = list[float]()
-        while len(losses) != self._eval.batches:
+    def _measure(self, feed: Feed) -> dict[str, float]:
+        """Returns the mean loss and metrics of the held-out batches, the same on all ranks."""
+        rows = list[dict[str, float]]()
+        while len(rows) != self._eval.batches:
             with self._scheduler.sync.bounded("an evaluation"):
-                feed.fetch(len(losses) + 1)
+                feed.fetch(len(rows) + 1)
                 (states,) = every_rank(self._scheduler.sync, feed.reply[:1], self._device)
                 if not feed.check(states):
                     break
                 assert feed.pair is not None
                 inputs, target = self._job.placed(feed.pair, self._scheduler.topology, self._device)
                 result = self._scheduler.evaluate(inputs, target=target, outputs=False)
-                losses.append(result.loss.item())
-        if not losses:
+                rows.append({**result.metrics, _LOSS: result.loss.item()})
+        if not rows:
             self._job.config.refuse("eval.dataset", "the function has no batch any more")
-        return sum(losses) / len(losses)
+        return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
     def _sample(self, step: int, tokenizer: Tokenizer) -> str:
         """Returns the prompt with the tokens that the model adds, the same on all ranks."""

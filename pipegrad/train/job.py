@@ -166,7 +166,7 @@ class Job:
             return total, (target != _IGNORED).sum()
         return functional.cross_entropy(logits, target)
 
-    def cut(self, model: nn.Module, example: Tensor | None = None) -> Cut:
+    def cut(self, model: nn.Module, example: Inputs | None = None) -> Cut:
         """Returns the stages of all ranks.
 
         Args:
@@ -183,8 +183,10 @@ class Job:
                 self.config.refuse("data.dataset", "only ranks in a run know what it gives a model")
             length = self.config.data.sequence_length
             tokens = torch.zeros(2, length, dtype=torch.long) if example is None else example
-            self._input_name = next(iter(parameters_of(model.forward)), "x")
-            options["example"] = {self._input_name: tokens}
+            if isinstance(tokens, Tensor):
+                self._input_name = next(iter(parameters_of(model.forward)), "x")
+                tokens = {self._input_name: tokens}
+            options["example"] = tokens
         num_stages = len(self.schedule.stage_to_rank)
         try:
             return cut(model, num_stages, boundaries=boundaries, **options)

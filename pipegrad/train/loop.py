@@ -231,7 +231,7 @@ class Trainer:
             self._feed.fetch(number + 1)
             self.sync.tape.note("host", BATCH, fetching)
         update = self._update.make(number)
-        loss = result.loss.item()
+        loss, metrics = result.loss.item(), result.metrics
         if number == config.train.steps:  # what follows, as a checkpoint, is not of this step
             self.tracing.close()
         statistics, now = self.sync.statistics(), time.perf_counter()
@@ -281,6 +281,7 @@ class Trainer:
             peak_memory_bytes=int(max(memory)),
             skipped=self._update.skipped,
             note=update.note,
+            metrics=metrics,
         )
 
     def save_model(self, folder: Path) -> None:

@@ -30,7 +30,7 @@ from pipegrad.partition.hf.files import extra
 from pipegrad.partition.hf.pretrained import meta_model
 from pipegrad.train.config import Config, beside, with_options
 from pipegrad.train.corpus import TOKENIZER, Tokenizer, tokenizer_file
-from pipegrad.train.dataset import INPUT_IDS, Feed, Texts
+from pipegrad.train.dataset import INPUT_IDS, Feed, Inputs, Texts
 
 if TYPE_CHECKING:
     from pipegrad.train.job import Job
@@ -85,12 +85,15 @@ def build_stages(
 def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer | None) -> Cut:
     """Makes and cuts the model on every rank."""
     config = job.config
-    example: Tensor | None = None
+    example: Inputs | None = None
     uncut = job.model() if config.model.is_transformers else None
     inputs = None if feed.pair is None else feed.pair[0]
-    if uncut is None and job.dataset is not None and isinstance(inputs, Tensor):
+    if uncut is None and job.dataset is not None and inputs is not None:
         # Data ranks may have sequences of other lengths, and all must cut alike.
-        example = agree("a look at the first batch", lambda: inputs[:2].cpu().clone())[0]
+        named = {"": inputs} if isinstance(inputs, Tensor) else inputs
+        rows = {name: tensor[:2].cpu().clone() for name, tensor in named.items()}
+        looked: Mapping[str, Tensor] = agree("a look at the first batch", lambda: rows)[0]
+        example = looked.get("", looked)
 
     def make() -> tuple[Cut, tuple[object, dict[str, str]]]:
         if uncut is None:

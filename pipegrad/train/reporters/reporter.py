@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipegrad.plugins.registry import REPORTERS, Registry
@@ -33,6 +34,9 @@ class StepMetrics:
         held_out_loss: Mean over the held-out batches, after the update; None if not measured.
         perplexity: Its exponential, if it is the default loss; None if not measured.
         sample: The prompt as the model continues it; None if not asked for.
+        metrics: What a function of ``train.loss`` returns beside the loss, by name: means as the
+            loss is.
+        held_out_metrics: The same of the held-out batches.
     """
 
     step: int
@@ -52,10 +56,15 @@ class StepMetrics:
     held_out_loss: float | None = None
     perplexity: float | None = None
     sample: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    held_out_metrics: Mapping[str, float] = field(default_factory=dict)
 
     def known(self) -> dict[str, float | str]:
-        """Returns all attributes by name, without those that are None."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """Returns all attributes by name, and metrics by theirs, without those that are None."""
+        values = vars(self) | {"metrics": None, "held_out_metrics": None}
+        held_out = {f"held_out_{name}": value for name, value in self.held_out_metrics.items()}
+        own = {name: value for name, value in values.items() if value is not None}
+        return {**self.metrics, **held_out, **own}
 
 
 class Reporter(ABC):

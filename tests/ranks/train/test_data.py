@@ -29,7 +29,7 @@ from tests.support.pages import file_of
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 from tests.support.train import data_functions
-from tests.support.train.factories import tied
+from tests.support.train.factories import Masked, tied
 from tests.support.train.jobs import (
     Trained,
     by_hand,
@@ -118,9 +118,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "job.toml"
 
 
-def checked(job: Path, *settings: str) -> Trained:
+def checked(job: Path, *settings: str, until: int = 12) -> Trained:
     """Trains a job through; all ranks must know the same losses."""
-    run = trained(job, *settings, until=12)
+    run = trained(job, *settings, until=until)
     assert all(losses == run.losses for losses in gathered(run.losses))
     return run
 
@@ -270,6 +270,35 @@ def test_held_out_batches_of_a_function(job: Path) -> None:
     settings.append("eval.dataset={name='data_functions:listed', num_batches=2}")
     run = trained(job, *settings, until=12)
     assert (run.steps[-1].held_out_loss or 99) < run.losses[0]
+
+
+@pytest.mark.parametrize("settings", [[], ["parallel.data=2"]])
+def test_batches_of_named_inputs_are_those_of_one_process(job: Path, settings: list[str]) -> None:
+    settings = [dataset("named"), "model.factory=factories:Masked", *settings]
+    run, model = checked(job, *settings, until=3), started(Masked)
+    batches = data_functions.named()
+
+    def loss_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return cross_entropy(model(batch["tokens"], batch["mask"]), batch["target"])
+
+    truth = by_hand(batches, loss_of, torch.optim.AdamW(model.parameters()))
+    check_losses(run, [loss for loss, _ in truth])
+    said = refusal(job, dataset("named"))
+    assert "no stage takes ['tokens', 'mask']" in said
+
+
+def test_metrics_of_a_loss_are_those_of_all_rows(job: Path) -> None:
+    settings = [dataset("listed"), "parallel.data=2", "train.loss=data_functions:with_accuracy"]
+    settings += ["eval.every=1", "eval.dataset={name='data_functions:listed', num_batches=2}"]
+    run, model = trained(job, *settings, until=1), started(tied)
+    batches = [data_functions.rows_of(number) for number in (0, 1)]
+    with torch.no_grad():
+        hits = model(batches[0][:, :-1]).argmax(-1) == batches[0][:, 1:]
+    [step] = run.steps
+    assert step.metrics == {"accuracy": pytest.approx(hits.float().mean().item())}
+    assert step.known()["accuracy"] == step.metrics["accuracy"]
+    assert 0 <= step.held_out_metrics["accuracy"] <= 1
+    assert {"held_out_accuracy", "held_out_loss"} <= step.known().keys()
 
 
 def test_a_measurement_ends_before_a_batch_with_too_few_rows(job: Path) -> None:

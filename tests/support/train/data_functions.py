@@ -34,6 +34,14 @@ def listed(
     return kinds[kind]
 
 
+def named(*, data_rank: int = 0, num_data_ranks: int = 1) -> list[Any]:
+    """Inputs of two names."""
+    rows = [x.chunk(num_data_ranks)[data_rank] for x in map(rows_of, range(3))]
+    return [
+        {"tokens": x[:, :-1], "mask": (x[:, :-1] % 3 > 0).float(), "target": x[:, 1:]} for x in rows
+    ]
+
+
 def endless() -> Iterator[Tensor]:
     """Each batch has numbers of all generators, and there is no end."""
     while True:
@@ -132,6 +140,11 @@ def smoothed(output: Tensor, target: Tensor, smoothing: float = 0.0) -> Tensor:
     return functional.cross_entropy(
         output.flatten(0, 1), target.flatten(), label_smoothing=smoothing
     )
+
+
+def with_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    hits = (output.argmax(-1) == target).float()
+    return smoothed(output, target), {"accuracy": hits.mean()}
 
 
 def not_reduced(output: Tensor, target: Tensor) -> Tensor:

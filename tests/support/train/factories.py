@@ -152,6 +152,13 @@ class Net(nn.Module):
         return self.head(hidden)
 
 
+class Masked(Net):
+    """It takes two tensors."""
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(tokens) * mask[..., None]
+
+
 not_callable = 3
 
 

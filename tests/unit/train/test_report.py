@@ -7,11 +7,13 @@ import io
 import json
 import math
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from pipegrad.train.job import Job
 from pipegrad.train.report import Report
 from pipegrad.train.reporters.reporter import Reporter, StepMetrics, reporters
 from pipegrad.train.schema import Model, Named, Train
+
+NAME = "weights_and_biases:Run"
 
 
 def metrics(number: int, **evaluated: Any) -> StepMetrics:
@@ -159,3 +163,25 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("tokens_seen")] == [100, 200]
     assert [event.step for event in events.Scalars("held_out_loss")] == [2]
     assert "sample/text_summary" in events.Tags()["tensors"]
+
+
+def test_the_example_for_weights_and_biases_logs_every_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    run = SimpleNamespace(log=lambda values, step: told.append((step, values["loss"])))
+    run.finish = lambda: told.append("end")
+
+    def init(**options: Any) -> SimpleNamespace:
+        told.append(options["project"])
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
+    train = Train(reporters=[Named.model_validate({"name": NAME, "project": "p"})])
+    job = Job(Config(model=Model(factory="a:b"), train=train))
+    report = Report(Console(file=io.StringIO()), job)
+    report.begin(tmp_path, {"config": {}})
+    with report.running():
+        report.step(metrics(1))
+    assert told == ["p", (1, 5.0), "end"]
