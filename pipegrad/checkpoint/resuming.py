@@ -31,14 +31,14 @@ class Resumed(NamedTuple):
     notes: tuple[str, ...]
 
 
-def resume(folder: str | Path, state: State, *, options: bool = True) -> Resumed:
+def resume(folder: str | Path | None, state: State, *, options: bool = True) -> Resumed:
     """Continues from a checkpoint of any layout. Every rank must call it, between two steps.
 
     For example, ``resume(newest("runs/first"), state).step`` is the number of steps before it. All
     bytes are verified first, so a checkpoint that is damaged or does not fit changes nothing.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint; None, as `newest` returns it of a new run, is refused.
         state: Of this rank; it takes the values of the checkpoint.
         options: Whether to take the options of the optimizer too, such as its learning rate.
 
@@ -46,6 +46,8 @@ def resume(folder: str | Path, state: State, *, options: bool = True) -> Resumed
         CheckpointError: If the checkpoint is damaged, cannot be read, or is of another version,
             model or optimizer; on all ranks.
     """
+    if folder is None:
+        raise CheckpointError("there is no checkpoint to resume from: begin with step 0 instead")
     # Checks go from cheap to expensive. Parameters change only when all checks have passed on all
     # ranks, so a refused checkpoint leaves no rank half loaded.
     folder, rank, num_ranks = Path(folder), dist.get_rank(), dist.get_world_size()

@@ -282,6 +282,11 @@ def _write_slices(
     path: Path, parts: Mapping[str, Part], mine: set[tuple[str, Any]], moves: Moves
 ) -> tuple[Any, ...]:
     """Writes slices of this rank; returns file, size and checksum, and where each slice lies."""
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"{path.parent} is not there, although the first rank has made its folder: save the "
+            f"same step on all ranks, into one folder that all of them see"
+        )
     slices, values = {}, {}
     for key, part in parts.items():
         split = part.values.split([each.end - each.begin for each in part.ranges])

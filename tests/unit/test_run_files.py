@@ -46,3 +46,5 @@ def test_no_other_error_is_told_to_make_room(tmp_path: Path, error: Exception, s
     said = run_files.why_not_written(tmp_path, error)
     assert said.startswith(says)
     assert "make room" not in said
+    of_state = run_files.why_not_written(tmp_path / "not made yet", ValueError("mine"))
+    assert of_state == "ValueError('mine')"

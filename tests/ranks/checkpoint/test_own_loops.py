@@ -201,7 +201,11 @@ def refusals(folder: Path) -> dict[str, str]:
     loop = Loop(LAYOUTS["whole"])
     there = folder / f"checkpoint-{STOP}"
     state = loop.state
+    refused("none", lambda: checkpoint.resume(checkpoint.newest(folder / "nothing"), state))
     refused("nothing", lambda: checkpoint.resume(folder / "nothing", state))
+    apart = checkpoint.Saver(state, folder / f"of {dist.get_rank()}")
+    refused("apart", lambda: apart.save(STOP, wait=True))
+    apart.close()
     other = Loop(LAYOUTS["whole"], torch.optim.RMSprop)
     before = [main.tensor.clone() for main in other.scheduler.sync.main_parameters()]
     refused("optimizer", lambda: checkpoint.resume(there, other.state))
@@ -301,7 +305,12 @@ def one_rank(folder: Path) -> str:
 def test_what_does_not_fit_is_refused_on_all_ranks(folder: Path) -> None:
     run, _ = whole(folder, "whole", False)
     first, second = run_ranks(refusals, 2, run)
+    where, why = zip(*(words.pop("apart").split(": ", 1) for words in (first, second)), strict=True)
+    assert [each[-12:] for each in where] == ["checkpoint-3"] * 2
+    assert why[0] == why[1]
+    assert "is not there, although the first rank has made its folder: save the same" in why[0]
     assert first == second
+    assert first["none"].startswith("there is no checkpoint to resume from: ")
     assert (
         "nothing is not a whole checkpoint of this version of pipegrad: index.json"
         in first["nothing"]
