@@ -239,13 +239,10 @@ def _other_versions(ranks: Sequence[RankFacts]) -> Iterator[str]:
     what["backend"] = [facts.backend for facts in ranks]
     what["kind of device"] = [facts.device.partition(" ")[2] for facts in ranks]
     for name, values in what.items():
-        by_value = defaultdict[str, list[int]](list)
-        for facts, value in zip(ranks, values, strict=True):
-            by_value[value].append(facts.rank)
-        if len(by_value) > 1:
-            most, *others = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
-            for other, who in others:
-                yield f"{name} is {other!r} on ranks {who}, and {most[0]!r} on the others"
+        (most, _), *others = Counter(values).most_common()
+        for other, _ in others:
+            who = [f.rank for f, value in zip(ranks, values, strict=True) if value == other]
+            yield f"{name} is {other!r} on ranks {who}, and {most!r} on the others"
 
 
 def _hosts(ranks: Sequence[RankFacts]) -> Iterator[str]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,12 +27,11 @@ from pipegrad.gradients.main_params import MainParameter
 from pipegrad.gradients.named_optimizer import Optimizer, parts_in
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.wrappers import fsdp_modules
-from pipegrad.observe.links import SIZES, Pair, host_name, measure_links, network_of
+from pipegrad.observe.links import SIZES, host_name, measure_links, network_of
 from pipegrad.observe.stage_profile import StageAlone, clock
 from pipegrad.pipeline.batch import Batch
 from pipegrad.pipeline.codings import Codec, CodecChoice, Coding, Feedback, Hop, Position
 from pipegrad.pipeline.edges import Spec
-from pipegrad.pipeline.loss_message import loss_parts
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Counts
 from pipegrad.pipeline.trees import flattened
@@ -111,14 +110,22 @@ def measure_costs(
         every = (costs for costs, _ in measured.values())
         stages.append(max(every, key=lambda c: c.forward_seconds + c.backward_seconds))
     pairs = sorted({(c.source, c.target) for c in scheduler.program.channels}) if links else []
+    hosts = dict(zip(ranks, met("hosts", host_name), strict=True))
 
     def around() -> tuple[Network, HostCosts] | None:
         """Looks at the first pipeline; the others keep still, because they may share its NICs."""
         if topology.rank not in topology.one_replica:
             return None
         host = HostCosts() if timeline is None else host_costs(timeline)
-        network = _network(scheduler, pairs, seconds) if pairs else Network()
-        return network, host
+        measured = measure_links(
+            scheduler.steps.edges,
+            rank=topology.coordinate(topology.pipeline),
+            ranks=pipeline,
+            pairs=pairs,
+            device=scheduler.sync.device,
+            timeout_seconds=seconds,
+        )
+        return network_of(measured, [hosts[rank] for rank in pipeline]), host
 
     # Each size of message on a link has a meeting of its own.
     patience = seconds * (1 + (1 + len(SIZES)) * len(pairs))
@@ -134,22 +141,6 @@ def measure_costs(
         codecs[0],
         meeting_seconds=round_trip,
     )
-
-
-def _network(scheduler: Scheduler, pairs: Sequence[Pair], timeout_seconds: float) -> Network:
-    """Returns what explains the links of this rank's pipeline; all its ranks call it."""
-    topology = scheduler.topology
-    pipeline = topology.ranks_along(topology.pipeline)
-    hosts = agree("hosts", host_name, ranks=pipeline)
-    measured = measure_links(
-        scheduler.steps.edges,
-        rank=topology.coordinate(topology.pipeline),
-        ranks=pipeline,
-        pairs=pairs,
-        device=scheduler.sync.device,
-        timeout_seconds=timeout_seconds,
-    )
-    return network_of(measured, hosts)
 
 
 class _Profile:
@@ -213,7 +204,8 @@ class _Profile:
             inputs,
             list(links.values()),
             target=self._target,
-            loss=self._loss if stage == len(wiring.taken) - 1 else None,
+            loss_fn=self._pipeline.loss_fn if stage == len(wiring.taken) - 1 else None,
+            is_weighted=self._pipeline.is_weighted,
             splits=self._scheduler.schedule.splits_backward,
             device=self._device,
         )
@@ -230,11 +222,6 @@ class _Profile:
             optimizer_bytes=num_bytes,
         )
         return costs, {link: Spec.of(value) for link, value in made.items()}
-
-    def _loss(self, outputs: tuple[Tensor, ...]) -> Tensor:
-        assert self._pipeline.loss_fn is not None
-        returned = self._pipeline.loss_fn(*outputs, self._target)
-        return loss_parts(returned, is_weighted=self._pipeline.is_weighted)[0]
 
 
 def _random(spec: Spec, device: torch.device) -> Tensor:
@@ -338,15 +325,16 @@ def optimizer_costs(
     masters = sum(main.tensor.nbytes for main in own if main.copied)
     if optimizer is None or not own:
         return 0.0, masters
-    parts = [(type(part), _copied_groups(part, own)) for part in parts_in(optimizer)]
+    parts: list[tuple[Any, list[dict[str, object]]]] = [
+        (type(part), _copied_groups(part, own)) for part in parts_in(optimizer)
+    ]
     if not any(groups for _, groups in parts):
         raise ScheduleError(
             f"the optimizer has none of the parameters that stage {stage} steps: give the one of "
             f"scheduler.optimizer(), or leave it out"
         )
-    kinds: list[tuple[Callable[[object], torch.optim.Optimizer], object]] = [*parts]
     try:
-        twins = [kind(groups) for kind, groups in kinds if groups]
+        twins = [kind(groups) for kind, groups in parts if groups]
     except TypeError:
         state = [optimizer.state.get(main.tensor, {}) for main in own]
         return 0.0, masters + _state_bytes(state)

@@ -17,7 +17,7 @@ import os
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -43,6 +43,9 @@ from pipegrad.simulation.explain.explanation import Explanation, explain
 from pipegrad.simulation.timeline import ON_RANK, Collective, Span, Timeline
 
 _PINGS = 32
+# An item that does not wait takes this long on a busy host. A shorter wait is host time.
+_LEAST_WAIT_SECONDS = 20e-6
+_ITEM_WAITS = ("wait for receive", "wait for send", "wait for parameters")
 ANSWERED = sync_points.WaitWork("clocks.answered", "a time is read that is still arriving")
 
 Ping = Callable[[], float]  # asks the first rank; returns its time
@@ -336,7 +339,7 @@ def assembled(
     spans = list(_transfers(aligned))
     # What runs beside a rank may overlap. What a rank itself does may not, nor may it leave gaps.
     for own in aligned:
-        spans += [span for span in own.spans if span.kind not in ON_RANK]
+        spans += [s for s in own.spans if s.kind not in ON_RANK and s.kind != "transfer"]
         spans += _filled(own, step_ends[-1])
     schedule = program.schedule
     return Timeline(
@@ -359,17 +362,13 @@ def _aligned(own: Recorded, clock: Clock, zero: float, count: Mapping[int, int])
     def at(seconds: float) -> float:
         return clock.aligned(seconds) - zero
 
-    def moved(spans: Iterable[Span]) -> tuple[Span, ...]:
-        return tuple(
-            span._replace(begin=at(span.begin), end=at(span.end), step=count[span.step])
-            for span in spans
-            if span.step in count
-        )
-
-    steps = tuple((count[number], at(begin)) for number, begin in own.steps if number in count)
-    return Recorded(
-        own.rank, steps, at(own.end), moved(own.spans), moved(own.sent), moved(own.arrived)
+    spans = tuple(
+        span._replace(begin=at(span.begin), end=at(span.end), step=count[span.step])
+        for span in own.spans
+        if span.step in count
     )
+    steps = tuple((count[number], at(begin)) for number, begin in own.steps if number in count)
+    return Recorded(own.rank, steps, at(own.end), spans)
 
 
 def _filled(own: Recorded, end: float) -> list[Span]:
@@ -379,7 +378,12 @@ def _filled(own: Recorded, end: float) -> list[Span]:
     """
     rank, begins = own.rank, [seconds for _, seconds in own.steps]
     filled, now = list[Span](), 0.0
-    on_rank = (span for span in own.spans if span.kind in ON_RANK)
+    on_rank = [
+        span
+        for span in own.spans
+        if span.kind in ON_RANK
+        and (span.kind not in _ITEM_WAITS or span.seconds >= _LEAST_WAIT_SECONDS)
+    ]
     for span in sorted(on_rank, key=attrgetter("begin", "end")):
         begin = max(span.begin, now)
         filled += _hosts(rank, now, begin, begins)
@@ -406,7 +410,9 @@ def _hosts(rank: int, begin: float, end: float, begins: Sequence[float]) -> list
 
 def _transfers(owns: Sequence[Recorded]) -> Iterator[Span]:
     """Yields a transfer for each message whose two ends were recorded; see `Recording`."""
-    sent = {(s.step, s.which, s.microbatch): s for own in owns for s in own.sent}
-    for wait in (wait for own in owns for wait in own.arrived):
-        if span := sent.get((wait.step, wait.which, wait.microbatch)):
+    spans = [span for own in owns for span in own.spans]
+    sent = {(s.step, s.which, s.microbatch): s for s in spans if s.kind == "transfer"}
+    for wait in spans:
+        span = sent.get((wait.step, wait.which, wait.microbatch))
+        if span and wait.kind == "wait for receive":
             yield span._replace(end=max(wait.end, span.begin))  # clocks have an error

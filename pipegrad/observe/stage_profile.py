@@ -33,8 +33,6 @@ from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.trees import flattened
 from pipegrad.simulation.costs import StageCosts
 
-Loss = Callable[[tuple[Tensor, ...]], Tensor]  # of the outputs of the last stage
-
 _WARM_UP = 2  # the first passes compile, and make gradients
 
 
@@ -51,8 +49,9 @@ class StageAlone:
         stage: The stage.
         inputs: Its inputs, in order.
         received: Those of them that come from other stages.
-        target: What the loss reads, which lives on without it.
-        loss: Of the last stage; None elsewhere.
+        target: What `loss_fn` reads, which lives on without it.
+        loss_fn: Of the last stage; None elsewhere.
+        is_weighted: Whether `loss_fn` returns sums with weights.
         splits: Whether the schedule splits backwards.
         device: Where it computes.
     """
@@ -63,8 +62,9 @@ class StageAlone:
         inputs: Sequence[object],
         received: Sequence[Tensor],
         *,
-        target: object = None,
-        loss: Loss | None,
+        target: object,
+        loss_fn: Callable[..., object] | None,
+        is_weighted: bool,
         splits: bool,
         device: torch.device,
     ) -> None:
@@ -78,7 +78,9 @@ class StageAlone:
         self._copies = copies
         self._inputs = inputs
         self._received = received
-        self._loss = loss
+        self._target = target
+        self._loss_fn = loss_fn
+        self._is_weighted = is_weighted
         self._splits = splits
         self._device = device
         # The memory of what a stage receives is counted by itself.
@@ -121,7 +123,7 @@ class StageAlone:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs, _ = self._forward()
-        kept = [] if self._loss is not None else list(outputs)
+        kept = [] if self._loss_fn is not None else list(outputs)
         activations = self._bytes([] if self._stage.recompute else [*saved, *kept])
         products = self._backward_inputs(self._forward()[1]) if self._splits else []
         factors = [t for p in products for t in (p.operand, p.gradient) if t is not None]
@@ -154,7 +156,10 @@ class StageAlone:
         returned = self._stage.forward(self._inputs)
         number = len(self._stage.outputs)
         outputs, losses = returned[:number], returned[number:]
-        ends = outputs if self._loss is None else (self._loss(outputs),)
+        ends = outputs
+        if self._loss_fn is not None:
+            returned = self._loss_fn(*outputs, self._target)
+            ends = (loss_parts(returned, is_weighted=self._is_weighted)[0],)
         return outputs, [root for root in (*ends, *losses) if root.requires_grad]
 
     def _timed(self) -> tuple[float, float, float]:
@@ -239,11 +244,6 @@ def profile_stages(
         )
     values, costs = dict(microbatch), list[StageCosts]()
     made = dict[str, Tensor]()
-
-    def loss(outputs: tuple[Tensor, ...]) -> Tensor:
-        assert loss_fn is not None
-        return loss_parts(loss_fn(*outputs, target), is_weighted=is_weighted)[0]
-
     for stage in stages:
         missing = [name for name in stage.inputs if name not in values]
         if missing:
@@ -257,7 +257,8 @@ def profile_stages(
             [values[name] for name in stage.inputs],
             [made[name] for name in stage.inputs if name in made],
             target=target,
-            loss=loss if is_last and loss_fn is not None else None,
+            loss_fn=loss_fn if is_last else None,
+            is_weighted=is_weighted,
             splits=splits,
             device=torch.device(device),
         )

@@ -10,9 +10,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -49,23 +48,10 @@ class Stamps:
 
 
 class DeviceStamps(Stamps):
-    """Stamps where a device computes: events on the current stream.
+    """Stamps where a device computes: events on the current stream."""
 
-    Args:
-        make_event: Returns a new event that measures time.
-        record: Records an event on the current stream.
-        synchronize: Waits for the device.
-    """
-
-    def __init__(
-        self,
-        make_event: Callable[[], Any],
-        record: Callable[[Any], object],
-        synchronize: Callable[[], object],
-    ) -> None:
-        self._make_event = make_event
-        self._record = record
-        self._synchronize = synchronize
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._free: list[Any] = []
         self._last: tuple[Any, float] | None = None  # an event, and the host's clock at it
 
@@ -73,16 +59,16 @@ class DeviceStamps(Stamps):
         try:
             event = self._free.pop()
         except IndexError:  # comm streams take from it, too
-            event = self._make_event()
-        self._record(event)
+            event = sync_points.timing_event(self._device)
+        sync_points.record_time(event, self._device)
         return event
 
     def settle(self) -> None:
         # The device is idle twice: before the event, so it is reached at once, and after it, so the
         # host's clock is right to some microseconds.
-        self._synchronize()
+        sync_points.finish_device(self._device)
         event = self.now()
-        self._synchronize()
+        sync_points.finish_device(self._device)
         self._last = event, time.perf_counter()
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
@@ -100,17 +86,9 @@ class DeviceStamps(Stamps):
 
 def stamps_of(device: torch.device) -> Stamps:
     """Returns what takes stamps where a rank computes."""
-    if device.type == "cpu":
-        return Stamps()
-    return DeviceStamps(
-        partial(sync_points.timing_event, device),
-        partial(sync_points.record_time, device=device),
-        partial(sync_points.finish_device, device),
-    )
+    return Stamps() if device.type == "cpu" else DeviceStamps(device)
 
 
-# An item that does not wait takes this long on a busy host. A shorter wait is host time.
-_LEAST_WAIT_SECONDS = 20e-6
 _MOST_NOTES = 10_000  # of a step; a loop may step another optimizer without end
 _KINDS: dict[Op, SpanKind] = {
     Op.SEND: "transfer",
@@ -178,17 +156,15 @@ class Recorded(NamedTuple):
         rank: The pipeline rank.
         steps: Number and begin of each step.
         end: When the last step has ended.
-        spans: What it did, and what ran beside it. Their `step` is a number of `steps`.
-        sent: Its messages; each begins when it was sent, and its end is not known here.
-        arrived: Its waits for messages, short ones too; each ends when the message was there.
+        spans: What it did, and what ran beside it. Their `step` is a number of `steps`. A transfer
+            begins when it was sent, and its end is not known here. A wait for a receive ends when
+            the message was there, and may take no time.
     """
 
     rank: int
     steps: tuple[tuple[int, float], ...]
     end: float
     spans: tuple[Span, ...]
-    sent: tuple[Span, ...]
-    arrived: tuple[Span, ...]
 
 
 class StepRecorder:
@@ -294,10 +270,9 @@ class StepRecorder:
             )
         begins = [self._seconds(step.began) for step in self._steps]
         # From here on nothing is recorded: the device is idle, so its events can be read.
-        spans, sent, arrived = list[Span](), list[Span](), list[Span]()
+        spans = list[Span]()
         for step in self._steps:
-            self._read_items(step, spans, sent, arrived)
-        for step in self._steps:
+            spans += self._read_items(step)
             spans += self._read_notes(step, begins)
         numbers = [step.number for step in self._steps]
         return Recorded(
@@ -305,29 +280,17 @@ class StepRecorder:
             tuple(zip(numbers, begins, strict=True)),
             self._seconds(ended),
             tuple(spans),
-            tuple(sent),
-            tuple(arrived),
         )
 
     def _seconds(self, stamp: object) -> float:
         return self._stamps.seconds([stamp])[0]
 
-    def _read_items(
-        self, step: _Step, spans: list[Span], sent: list[Span], arrived: list[Span]
-    ) -> None:
-        """Reads the items of a step that it has reached."""
+    def _read_items(self, step: _Step) -> Iterator[Span]:
+        """Yields the items of a step that it has reached."""
         seconds = self._stamps.seconds(step.stamps)
         for item, end_at in step.timed.items:
-            if end_at >= len(seconds):
-                return
-            span = self._span(step, item, seconds[end_at - 1], seconds[end_at])
-            if item.op is Op.SEND:
-                sent.append(span)
-                continue
-            if item.op is Op.WAIT_RECEIVE:
-                arrived.append(span)
-            if item.op is Op.COMPUTE or span.seconds >= _LEAST_WAIT_SECONDS:
-                spans.append(span)
+            if end_at < len(seconds):
+                yield self._span(step, item, seconds[end_at - 1], seconds[end_at])
 
     def _span(self, step: _Step, item: Item, begin: float, end: float) -> Span:
         program, rank, number = step.timed.program, self._rank, step.number

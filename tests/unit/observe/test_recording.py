@@ -70,7 +70,7 @@ def clock(offset: float = 0.0) -> Clock:
 def own(
     rank: int, steps: Any, end: float, *spans: Span, sent: Any = (), arrived: Any = ()
 ) -> Recorded:
-    return Recorded(rank, tuple(steps), end, tuple(spans), tuple(sent), tuple(arrived))
+    return Recorded(rank, tuple(steps), end, (*spans, *sent, *arrived))
 
 
 def made(*owns: Recorded, clocks: list[Clock] | None = None) -> Timeline:

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from pipegrad.comm import sync_points
 from pipegrad.errors import ScheduleError
 from pipegrad.observe.step_recorder import DeviceStamps, Recorded, Stamps, StepRecorder
 from pipegrad.schedules import Link, Program, build, lower
@@ -52,13 +53,21 @@ class Event:
         return float(other.seconds - self.seconds) * 1e3
 
 
-def stamps_on(device: Device) -> DeviceStamps:
-    return DeviceStamps(device.make, device.record, device.synchronize)
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """What stamps of a device ask of torch."""
+    fake = Device()
+    monkeypatch.setattr(sync_points, "timing_event", lambda _: fake.make())
+    monkeypatch.setattr(sync_points, "record_time", lambda event, _: fake.record(event))
+    monkeypatch.setattr(sync_points, "finish_device", lambda _: fake.synchronize())
+    return fake
 
 
-def test_stamps_are_read_by_the_hosts_clock_after_the_device_was_waited_for() -> None:
-    device = Device()
-    taker = stamps_on(device)
+CARD = torch.device("cuda", 0)
+
+
+def test_stamps_are_read_by_the_hosts_clock_after_the_device_was_waited_for(device: Device) -> None:
+    taker = DeviceStamps(CARD)
     first, second, third = (taker.now() for _ in range(3))
     assert device.waits == 0
     with mock.patch("pipegrad.observe.step_recorder.time.perf_counter", return_value=50.0):
@@ -69,8 +78,9 @@ def test_stamps_are_read_by_the_hosts_clock_after_the_device_was_waited_for() ->
     assert taker.seconds([]) == []
 
 
+@pytest.mark.usefixtures("device")
 def test_a_stamp_that_was_not_reached_is_not_read() -> None:
-    taker = stamps_on(Device())
+    taker = DeviceStamps(CARD)
     taker.settle()
     with pytest.raises(RuntimeError, match="not reached"):
         taker.seconds([taker.now()])
@@ -148,11 +158,11 @@ def test_every_item_is_called_once_in_order_and_every_action_is_recorded() -> No
     assert {span.step for span in own.spans} == {7}
     # The clock goes on by one second for each stamp, and nothing is stamped inside of an action.
     assert all(span.seconds == 1.0 for span in computes(own))
-    assert [(m.which, m.microbatch, m.label) for m in own.sent] == [
+    assert [(m.which, m.microbatch, m.label) for m in own.spans if m.kind == "transfer"] == [
         (0, 0, "x of 0F0"),
         (0, 1, "x of 0F1"),
     ]
-    assert [(m.microbatch, m.label) for m in own.arrived] == [
+    assert [(m.microbatch, m.label) for m in own.spans if m.kind == "wait for receive"] == [
         (0, "gradient of x of 0F0"),
         (1, "gradient of x of 0F1"),
     ]
@@ -218,19 +228,21 @@ def test_only_the_outermost_optimizer_counts_and_none_after_the_end() -> None:
     assert [s.kind for s in recorder.read().spans].count("optimizer") == 1
 
 
-def test_a_device_is_never_waited_for_in_a_step_and_its_events_are_used_again() -> None:
-    card = Device()
-    recorder = made(DeviceStamps(card.make, card.record, card.synchronize))
+def test_a_device_is_never_waited_for_in_a_step_and_its_events_are_used_again(
+    device: Device,
+) -> None:
+    recorder = made(DeviceStamps(CARD))
     counts = []
     for number in range(6):
         run(recorder, number)
-        counts.append(card.made)
-    assert card.waits == 0
+        counts.append(device.made)
+    assert device.waits == 0
     assert counts[2] - counts[1] < (counts[1] - counts[0])  # the ring is full
     assert counts[-1] - counts[-2] <= 1  # the begin of a step alone is new
     own = recorder.read()
-    assert card.waits == 2
+    assert device.waits == 2
     assert len(computes(own)) == 2 * 4
     assert all(span.seconds == pytest.approx(0.5) for span in computes(own))
     begins = [span.begin for span in computes(own)]
     assert begins == sorted(begins)
+    recorder.stop()
