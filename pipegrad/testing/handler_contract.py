@@ -164,31 +164,6 @@ class HandlerContract(PluginContract):
                 f"that launch() returns ends when all its writes are done",
             )
 
-    def test_copies_have_the_same_bits(self) -> None:
-        self._need_values("first")
-        for step, rank, name, piece in self._pieces(*STEPS):
-            for other in scenario.holders(rank, name):
-                peer = self._seen()[other].pieces[step].get(name)
-                if peer is None or peer.begin != piece.begin:
-                    continue  # it steps another shard, or nothing
-                self._check(
-                    not self._alike(step, rank, other, name)
-                    or same_bits(piece.gradient, peer.gradient),
-                    f"ranks {rank} and {other} hold {name!r} and ended with "
-                    f"{few(piece.gradient)} and {few(peer.gradient)}; what they make of a sum "
-                    f"must have the same bits",
-                )
-
-    def test_every_element_is_stepped(self) -> None:
-        for rank, seen in enumerate(self._seen()):
-            for name in seen.parameters["first"]:
-                missed = self._unstepped(rank, name)
-                self._check(
-                    not missed,
-                    f"no rank steps elements {missed} of rank {rank}'s {name!r}, so they stay what "
-                    f"they were; its reductions leave them on none of the ranks that hold it",
-                )
-
     def test_updated_parameters_are_those_of_one_process(self) -> None:
         self._need_values("first")
         for rank, seen in enumerate(self._seen()):
@@ -295,15 +270,6 @@ class HandlerContract(PluginContract):
     def _alike(self, step: str, rank: int, other: int, name: str) -> bool:
         """True if two holders of a parameter must have the same gradient of it."""
         return same_bits(*(self._expected(step, r, name) for r in (rank, other)))
-
-    def _unstepped(self, rank: int, name: str) -> list[int]:
-        """Returns the elements of a parameter that no holder steps."""
-        whole = self._expected("first", rank, name)
-        unstepped = set(range(0 if whole is None else whole.numel()))
-        for other in scenario.holders(rank, name):
-            piece = self._seen()[other].pieces["first"].get(name)
-            unstepped -= set(range(piece.begin, piece.end) if piece else ())
-        return sorted(unstepped)
 
     def _wrong(self, step: str) -> Iterator[str]:
         for _, rank, name, piece in self._pieces(step):

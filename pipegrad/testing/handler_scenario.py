@@ -10,19 +10,18 @@ such plans. So one process is started for each hash seed, and plans for all hand
 
 from __future__ import annotations
 
-import atexit
 import math
 import multiprocessing
 import os
-import pickle
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -307,43 +306,27 @@ def plans_under_seeds(specs: Specs, *seeds: str) -> list[str]:
         RuntimeError: If one of them cannot plan.
     """
     # A process finds modules by its path, so another `sys.path` needs another process.
-    ends = [_process(seed, tuple(sys.path)) for seed in seeds]
-    question = pickle.dumps((specs, Path.cwd(), dict(os.environ)))
+    pools = [_process(seed, tuple(sys.path)) for seed in seeds]
     try:
-        for end in ends:
-            end.send_bytes(question)
-        answers = [end.recv() for end in ends]
-    except (EOFError, OSError):
+        made = [pool.submit(_plans_there, specs, Path.cwd(), {**os.environ}) for pool in pools]
+        return [each.result() for each in made]
+    except BrokenProcessPool:
         _process.cache_clear()  # others are started for the next handler
         raise RuntimeError("it ended its process before it made a plan") from None
-    for _, complaint in answers:
-        if complaint:
-            raise RuntimeError(complaint)
-    return [plans for plans, _ in answers]
+    except BaseException as error:  # noqa: BLE001 - SystemExit too
+        raise RuntimeError("".join(traceback.format_exception(error))) from None
 
 
 @cache
-def _process(seed: str, _: tuple[str, ...]) -> Connection:
-    """Starts a Python process with its own hash seed; it ends when the connection is closed."""
-    context = multiprocessing.get_context("spawn")
-    end, other_end = context.Pipe()
+def _process(seed: str, _: tuple[str, ...]) -> ProcessPoolExecutor:
+    """Starts a Python process with its own hash seed."""
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     with mock.patch.dict(os.environ, PYTHONHASHSEED=seed):
-        context.Process(target=_answer, args=(other_end,)).start()
-    other_end.close()
-    atexit.register(end.close)
-    return end
+        pool.submit(int)  # starts it
+    return pool
 
 
-def _answer(connection: Connection) -> None:
-    """Answers each question with plans, or with what went wrong."""
-    with suppress(EOFError):
-        while True:
-            question = connection.recv_bytes()
-            try:
-                specs, folder, environment = pickle.loads(question)
-                os.chdir(folder)
-                os.environ.update(environment)
-                answer = plans_as_text(specs), ""
-            except BaseException:  # noqa: BLE001 - the contract reports it
-                answer = "", traceback.format_exc()
-            connection.send(answer)
+def _plans_there(specs: Specs, folder: Path, environment: Mapping[str, str]) -> str:
+    os.chdir(folder)
+    os.environ.update(environment)
+    return plans_as_text(specs)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import importlib.util
 import multiprocessing
 import os
 import pickle
-import queue
+import resource
 import signal
 import sys
-import threading
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _GRACE_SECONDS = 5.0  # for ranks to end by themselves after another one failed
 # Within this time, a dead rank and the errors that it causes on others may be seen in any order.
 _SETTLE_SECONDS = 0.1
-_ANSWER_SECONDS = 2.0  # for ranks to send their stacks, and to end when the caller closes
+_END_SECONDS = 2.0  # for ranks to end when the caller closes
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def run_ranks(
         return ranks.run(function, *args)
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """Ranks that stay: each runs one function after the other, as with `run_ranks`.
 
     A function that fails ends all ranks. Nothing is run after that.
@@ -131,9 +133,6 @@ class Ranks:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -180,9 +179,11 @@ class _Rank:
         self.report: Report | None = None
         context = _fork_server()
         self.connection, rank_end = context.Pipe()
+        self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
         # The fork server has the output streams of its first start. The rank must write to the
         # caller's current ones, so they are sent to it.
-        outputs = [Connection(os.dup(number), readable=False) for number in (1, 2)]
+        numbers = 1, 2, self._stack.fileno()
+        outputs = [Connection(os.dup(number), readable=False) for number in numbers]
         self.process = context.Process(target=serve, args=(rank, *task, rank_end, *outputs))
         try:
             self.process.start()
@@ -190,11 +191,17 @@ class _Rank:
             for end in (rank_end, *outputs):
                 end.close()
 
-    def send(self, message: object) -> None:
-        """Sends a call, or None for its stacks. A process that is gone is noticed in `receive`."""
+    def send(self, call: object) -> None:
+        """Sends a call. A process that is gone is noticed in `receive`."""
         self.report = None
         with contextlib.suppress(OSError):
-            self.connection.send(message)
+            self.connection.send(call)
+
+    def stack(self) -> str:
+        """Returns where the threads of a rank were that SIGABRT has ended."""
+        self.process.join(_END_SECONDS)
+        self._stack.seek(0)
+        return self._stack.read().decode()
 
     def receive(self) -> Report:
         """Receives the report, or makes one for a process that ended without it."""
@@ -215,11 +222,12 @@ class _Rank:
 
     def end(self) -> None:
         """Ends the process, which ends by itself when its connection is closed, if it can run."""
-        self.process.join(_ANSWER_SECONDS)
+        self.process.join(_END_SECONDS)
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
         self.process.close()
+        self._stack.close()
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float) -> None:
@@ -255,12 +263,12 @@ def _results(ranks: Sequence[_Rank], timeout_seconds: float) -> list[Any]:
 
 def _late_error(text: str, stuck: Sequence[_Rank]) -> TimeoutError:
     error = TimeoutError(text)
+    # All at once: a rank whose peer is gone goes on, with an error.
     for rank in stuck:
-        rank.send(None)
-    _collect(stuck, time.monotonic() + _ANSWER_SECONDS)
+        assert rank.process.pid is not None  # it was started
+        os.kill(rank.process.pid, signal.SIGABRT)
     for rank in stuck:
-        stack = rank.report.traceback if rank.report else "(no stack: it cannot run Python)"
-        error.add_note(f"Rank {rank.rank}, innermost call last:\n{stack}")
+        error.add_note(f"Rank {rank.rank}, innermost call first:\n{rank.stack()}")
     return error
 
 
@@ -307,46 +315,27 @@ def serve(
     *outputs: Connection,
 ) -> NoReturn:
     """Runs a rank, the main function of its process: calls come, and reports go."""
-    for number, output in enumerate(outputs, 1):
+    *streams, stack = outputs
+    for number, output in enumerate(streams, 1):
         os.dup2(output.fileno(), number)
     # An interrupt of the terminal reaches the caller too. The caller then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # SIGABRT shows where all threads are, also those that wait in torch; see `_late_error`.
+    faulthandler.enable(stack.fileno())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # The fork server ends with the caller. A rank that is stuck ends with the fork server, by the
+    # kernel, on Linux only.
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.clear()
     os.environ.update(environment)
-    calls: queue.SimpleQueue[tuple[tuple[str, str | None], bytes]] = queue.SimpleQueue()
-    sending = threading.Lock()
-    threading.Thread(target=_listen, args=(rank, connection, sending, calls), daemon=True).start()
     report = None
-    # A failed rank ends at once, so its peers do not wait for it.
-    while report is None or not report.summary:
-        report = _report((rank, port, timeout_seconds), *calls.get())
-        with sending, contextlib.suppress(OSError):  # the caller may be gone
-            connection.send(report)
-    _exit()
-
-
-def _listen(
-    rank: int, connection: Connection, sending: threading.Lock, calls: queue.SimpleQueue[Any]
-) -> NoReturn:
-    """Takes calls, and tells where the threads of this rank are, until the caller closes or dies.
-
-    A rank that is done waits for that: its peers may still need its side of the process group.
-    """
+    # A failed rank ends at once, so its peers do not wait for it. One that is done waits until the
+    # caller closes or dies: its peers may still need its side of the process group.
     with contextlib.suppress(OSError, EOFError):
-        while True:
-            call = connection.recv()
-            if call is not None:
-                calls.put(call)
-                continue
-            frames = sys._current_frames()
-            del frames[threading.get_ident()]
-            stacks = ["".join(traceback.format_stack(frame)) for frame in frames.values()]
-            with sending:
-                connection.send(Report(rank, time.monotonic(), b"", "stuck", "\n".join(stacks)))
-    _exit()
-
-
-def _exit() -> NoReturn:
+        while report is None or not report.summary:
+            report = _report((rank, port, timeout_seconds), *connection.recv())
+            connection.send(report)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

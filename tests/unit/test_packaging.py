@@ -45,7 +45,6 @@ TOOLS = [
 # Where a product file may read or write what can run code when it is read.
 MAY_PICKLE = {
     "testing/ranks.py": "a parent and the ranks that it has started, over a pipe of theirs",
-    "testing/handler_scenario.py": "a parent and a child, over a pipe of theirs",
     "testing/plugin_contract.py": "reads what it has written itself, to see whether a value lasts",
     "audit/audit.py": "what ranks have seen goes to rank 0, over torch's groups",
 }

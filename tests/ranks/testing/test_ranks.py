@@ -218,7 +218,7 @@ def test_rank_that_leaves_without_a_word_is_named_with_its_exit_code() -> None:
 def test_timeout_names_the_stuck_ranks_and_shows_their_stacks() -> None:
     with pytest.raises(TimeoutError, match=r"not finished after 2 s: rank 1\n") as caught:
         run_ranks(stuck_on, 2, 1, timeout_seconds=2)
-    assert "Rank 1, innermost call last:" in notes(caught.value)
+    assert "Rank 1, innermost call first:" in notes(caught.value)
     assert "test_ranks.py" in notes(caught.value)
     assert "in wait_for_nothing" in notes(caught.value)
     with pytest.raises(TimeoutError, match=r"not finished after 2 s: rank 0, 2\n") as caught:
