@@ -158,8 +158,8 @@ class StageAlone:
         outputs, losses = returned[:number], returned[number:]
         ends = outputs
         if self._loss_fn is not None:
-            returned = self._loss_fn(*outputs, self._target)
-            ends = (loss_parts(returned, is_weighted=self._is_weighted)[0],)
+            parts = loss_parts(self._loss_fn(*outputs, self._target), is_weighted=self._is_weighted)
+            ends = (parts[0],)
         return outputs, [root for root in (*ends, *losses) if root.requires_grad]
 
     def _timed(self) -> tuple[float, float, float]:
