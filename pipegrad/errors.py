@@ -180,7 +180,7 @@ def _named(error: BaseException) -> str:
 
 
 def is_of_user(file: str) -> bool:
-    """Whether a file is the user's: whoever made a mistake looks for the own line.
+    """True if a file is the user's: whoever made a mistake looks for the own line.
 
     It is not pipegrad's, a built-in plug-in's, torch's, click's, nor of Python's standard library.
     """

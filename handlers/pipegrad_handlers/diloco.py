@@ -121,7 +121,7 @@ class Meetings(OuterOptimizer):
 
     @property
     def is_due(self) -> bool:
-        """Whether as many steps have ended as lie between two meetings."""
+        """True if as many steps have ended as lie between two meetings."""
         return self._num_steps >= self._every
 
     def begin(self) -> None:

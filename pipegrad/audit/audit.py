@@ -391,7 +391,7 @@ _REFUSALS = PipegradError, ValueError, NotImplementedError, AssertionError, Impo
 
 
 def _is_doubled(first: Seen, again: Seen) -> bool:
-    """Returns whether gradients are twice what they were."""
+    """Returns True if gradients are twice what they were."""
     pairs = [(g, again.gradients[name]) for name, g in first.gradients.items() if g is not None]
     return all(
         other is not None and float((other - 2 * g).norm()) <= 1e-3 * float(g.norm())

@@ -157,7 +157,7 @@ class Judge:
         return [replace(finding, step=number) for finding in findings], gradients
 
     def _dropped(self, seen: Sequence[Seen], *, has_modes: bool) -> list[Finding]:
-        """Returns whether the pipeline drops with other probabilities than one process."""
+        """Returns True if the pipeline drops with other probabilities than one process."""
         one = sorted(self._without.dropped)
         pipeline = sorted({probability for of_rank in seen for probability in of_rank.dropped})
         self.sizes["dropout", 1, "", ()] = Size(sum(one), sum(pipeline))
@@ -380,7 +380,7 @@ def _not_summed(wrong: Sequence[Wrong], truth: Truth) -> set[str]:
 
 
 def _sum_is(group: Sequence[Wrong], right: Tensor) -> bool:
-    """Returns whether several ranks have parts of a gradient, and their sum is right."""
+    """Returns True if several ranks have parts of a gradient, and their sum is right."""
     parts = [one.entry.gradient for one in group]
     there = [part.double() for part in parts if part is not None]
     if len(there) < 2:

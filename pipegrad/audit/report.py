@@ -112,7 +112,7 @@ class Report:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing was found."""
+        """True if nothing was found."""
         return not self.findings
 
     @property

@@ -425,7 +425,7 @@ def loss_of(result: Any) -> Tensor:  # noqa: ANN401 - of the caller
 
 
 def is_real(leaf: object) -> TypeGuard[Tensor]:
-    """Returns whether a leaf is a tensor of real numbers, which may have gradients."""
+    """Returns True if a leaf is a tensor of real numbers, which may have gradients."""
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 

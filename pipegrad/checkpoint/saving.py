@@ -109,7 +109,7 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save that was begun has not ended."""
+        """True if a save that was begun has not ended."""
         return self._pending is not None and not self._pending[1].done.done()
 
     def wait(self) -> None:

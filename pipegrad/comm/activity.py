@@ -272,7 +272,7 @@ def failure_of(error: BaseException, note: str = "") -> Failure:
 
 
 def has_lost_connection(error: BaseException) -> bool:
-    """Returns whether a backend, or the store, cannot reach a rank, here or on another rank.
+    """Returns True if a backend, or the store, cannot reach a rank, here or on another rank.
 
     Only what torch itself has raised counts, to itself or to `comm`. Errors of pipegrad and of
     users are never taken for one, whatever they say.

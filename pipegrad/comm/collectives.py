@@ -44,17 +44,17 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
 
 
 def blocks_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether waiting for a collective on `device` blocks the calling thread (gloo does)."""
+    """True if waiting for a collective on `device` blocks the calling thread (gloo does)."""
     return device.type == "cpu" or backend_of(group, device) == "gloo"
 
 
 def can_send(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether a tensor on `device` can be sent to one rank. gloo can only send from the CPU."""
+    """True if a tensor on `device` can be sent to one rank. gloo can only send from the CPU."""
     return device.type == "cpu" or backend_of(group, device) != "gloo"
 
 
 def is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether gloo sends this tensor, from the CPU."""
+    """True if gloo sends this tensor, from the CPU."""
     return tensor.device.type == "cpu" and backend_of(group, tensor.device) == "gloo"
 
 

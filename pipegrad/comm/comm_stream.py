@@ -143,7 +143,7 @@ class CommStream:
 
     @property
     def is_threaded(self) -> bool:
-        """Whether tasks run in a thread, and so may block the host."""
+        """True if tasks run in a thread, and so may block the host."""
         return self._queue is not None
 
     def put_off(self, task: Task) -> None:
@@ -154,7 +154,7 @@ class CommStream:
 
     @property
     def has_late(self) -> bool:
-        """Whether tasks were put off. Reliable after `wait` has returned True."""
+        """True if tasks were put off. Reliable after `wait` has returned True."""
         return bool(self._late)
 
     def run_late(self) -> None:

@@ -12,7 +12,7 @@
 5. A rank may post that its failure is final: a collective failed, or was perhaps never launched.
    Then no rank can go on, and all ranks raise an error.
 
-New communicators in the place of the zeros would lose steps: a rank that has ended the step before
+New communicators instead of the zeros would lose steps: a rank that has ended the step before
 another one fails in it is in its next step already, and sends on the old ones.
 
 A GradientSync, a Scheduler and an attached schedule each have a board, since each counts its own
@@ -246,16 +246,16 @@ class FailedSteps:
 
     @property
     def are_final(self) -> bool:
-        """Whether this rank cannot go on."""
+        """True if this rank cannot go on."""
         return self._final is not None
 
     @property
     def are_in_doubt(self) -> bool:
-        """Whether a step has failed, and no step has begun on this rank since."""
+        """True if a step has failed, and no step has begun on this rank since."""
         return self.are_final or self._doubt is not None
 
     def has_posted(self, error: BaseException) -> bool:
-        """Whether `error` was posted, and no step has begun since."""
+        """True if `error` was posted, and no step has begun since."""
         return error is self._doubt
 
     def wait(self) -> None:

@@ -118,7 +118,7 @@ class Groups:
         return rows
 
     def is_anywhere(self, flag: bool) -> bool:
-        """Returns whether `flag` is set on any rank; every rank must call it.
+        """Returns True if `flag` is set on any rank; every rank must call it.
 
         Sync: one all-reduce over all ranks, on the host where there is a group for it.
         """
@@ -135,7 +135,7 @@ class Groups:
         self._groups.clear()
 
     def block_host(self, device: torch.device) -> bool:
-        """Whether waiting for a collective on `device` blocks the calling thread (gloo does)."""
+        """True if waiting for a collective on `device` blocks the calling thread (gloo does)."""
         return self.world is None or blocks_host(self.world, device)
 
 
@@ -169,5 +169,5 @@ def together(what: str, make: Callable[[], T], device: torch.device) -> T:
 
 
 def is_local(device: torch.device) -> bool:
-    """Whether a group for `device` can be destroyed without other ranks, as on gloo."""
+    """True if a group for `device` can be destroyed without other ranks, as on gloo."""
     return dist.is_initialized() and backend_of(None, device) == "gloo"

@@ -92,7 +92,7 @@ class SignedStore:
         return self._asked(lambda: self.raw.add(key, 1))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Returns whether all of these have a value."""
+        """Returns True if all of these have a value."""
         return self._asked(lambda: self.raw.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

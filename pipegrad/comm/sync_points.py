@@ -43,7 +43,7 @@ class HostWork:
         ended(self.work.wait)
 
     def is_completed(self) -> bool:
-        """Whether it has ended. Of a transfer of gloo: whether somebody has waited for it."""
+        """True if it has ended. Of a transfer of gloo: whether somebody has waited for it."""
         return self.work.is_completed()
 
 
@@ -250,7 +250,7 @@ class WaitHost(Site):
     """Blocks the calling thread until another thread is done; returns whether it is."""
 
     def __call__(self, future: Future[T], timeout_seconds: float) -> bool | None:
-        """Returns whether the future is done; None if the sync point is switched off."""
+        """Returns True if the future is done; None if the sync point is switched off."""
         # Without a wait, the state of the future proves no order: the caller may not use it.
         if not self.enabled:
             return None

@@ -171,7 +171,7 @@ def _short(file: str) -> str:
 
 
 def _is_of_user(hook: object) -> bool:
-    """Whether a hook is neither Python's nor torch's around Python's."""
+    """True if a hook is neither Python's nor torch's around Python's."""
     if isinstance(hook, partial):
         return True
     cells = getattr(hook, "__closure__", None) or ()

@@ -130,7 +130,7 @@ class Watch:
 
     @property
     def has_alarm(self) -> bool:
-        """Whether a rank has raised the alarm, as far as this rank knows."""
+        """True if a rank has raised the alarm, as far as this rank knows."""
         return State.WATCHING < self._state < State.LEFT
 
     def has_alarm_soon(self) -> bool:
@@ -259,7 +259,7 @@ class Watch:
             os._exit(self._report.exit_code)
 
     def _is_one_debugged(self) -> bool:
-        """Returns whether this rank is in a debugger, or it is late and another one is."""
+        """Returns True if this rank is in a debugger, or it is late and another one is."""
         key, now = self._key("debugger"), time.monotonic()
         if self._account.is_debugged:
             self._store.set(key, f"{self.rank} {now}")
@@ -274,7 +274,7 @@ class Watch:
         return now - self._sign_since < _SIGN_SECONDS
 
     def _has_lost_rank(self) -> bool:
-        """Returns whether a rank has ended without `leave`, or without what this one waits for."""
+        """Returns True if a rank has ended without `leave`, or without what this one waits for."""
         awaited = {*self._account.awaited(2 * _POLL_SECONDS)} - {self.rank}
         for rank in awaited.union(self._neighbours.known if self.ends_process else ()):
             has_ended = rank not in self._left and self._neighbours.state(rank) == "ended"

@@ -121,7 +121,7 @@ def add_traceback(command: click.Command) -> click.Command:
 
 
 def wants_traceback() -> bool:
-    """Whether the running command was given --traceback."""
+    """True if the running command was given --traceback."""
     context = click.get_current_context(silent=True)
     return bool(context and context.meta.get(_TRACEBACK))
 

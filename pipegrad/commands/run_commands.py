@@ -401,7 +401,7 @@ def _report(
 
 
 def _has_said_all(failure: ProcessFailure, *, is_script: bool) -> bool:
-    """Whether the cause is the last line already; see `tell_launcher`."""
+    """True if the cause is the last line already; see `tell_launcher`."""
     message: Any = failure.error_file_data.get("message")
     said = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     return said.get("is_all") is True or (is_script and said.get("is_all") is not None)

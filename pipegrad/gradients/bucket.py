@@ -213,7 +213,7 @@ class GradientBucket(StoredGradients):
 
     @property
     def has_final(self) -> bool:
-        """Whether a gradient is final: the step cannot be continued."""
+        """True if a gradient is final: the step cannot be continued."""
         return self._left[0] < len(self.parameters)
 
     def announce(self, stage: int) -> None:

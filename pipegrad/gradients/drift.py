@@ -56,7 +56,7 @@ def make_equal(packs: Sequence[Pack], parameters: Parameters, groups: Groups) ->
 
 
 def is_compared(number: int, every: int) -> bool:
-    """Whether copies are compared in a step: 2, 4, 8 and so on, and then every `every` steps.
+    """True if copies are compared in a step: 2, 4, 8 and so on, and then every `every` steps.
 
     Args:
         number: Of the step, from 1.

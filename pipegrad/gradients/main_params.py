@@ -53,7 +53,7 @@ def master_dtype_of(record: ParameterRecord, master_dtype: torch.dtype | None) -
 def has_main_shard(
     record: ParameterRecord, main_grad: MainGrad | None, master_dtype: torch.dtype | None
 ) -> bool:
-    """Whether the optimizer steps another tensor than the parameter, even without SHARD."""
+    """True if the optimizer steps another tensor than the parameter, even without SHARD."""
     # It does for a master copy. It also does for gradients in `main_grad`: an optimizer looks only
     # in ``.grad``, so the main shard has the gradient there.
     return main_grad is not None or master_dtype_of(record, master_dtype) != record.dtype
@@ -82,7 +82,7 @@ class MainParameter:
 
     @property
     def copied(self) -> bool:
-        """Whether it is a copy, in another dtype than the parameter."""
+        """True if it is a copy, in another dtype than the parameter."""
         return self.tensor.dtype != self.record.dtype
 
     @property

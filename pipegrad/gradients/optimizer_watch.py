@@ -175,7 +175,7 @@ class OptimizerWatch:
                 return
 
     def _is_part(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `optimizer` is one of several of which one that was added consists."""
+        """True if `optimizer` is one of several of which one that was added consists."""
         return self._is_stepping and optimizer not in self._added
 
     def _refuse(
@@ -313,7 +313,7 @@ def _rates_of(optimizer: torch.optim.Optimizer) -> object:
 
 
 def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:
-    """Whether each rank steps all parameters, with gradients that are equal on all ranks."""
+    """True if each rank steps all parameters, with gradients that are equal on all ranks."""
     # The ranks with the same gradient are those of its reductions, of the mesh of a DTensor, and of
     # DistributedDataParallel. If they are all ranks, all ranks make the same step.
     sizes, routes = dict(topology.axes), dict(plan.routes)

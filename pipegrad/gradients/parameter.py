@@ -90,7 +90,7 @@ class Param:
 
     @property
     def is_written_by_sync(self) -> bool:
-        """Whether its values come from a parameter sync, or from a main parameter that is apart."""
+        """True if its values come from a parameter sync, or from a main parameter that is apart."""
         return self.buffer is not None or self.apart is not None
 
     def entries(self) -> Iterator[tuple[dict[str, Any], str, object]]:

@@ -137,7 +137,7 @@ class Reducer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a collective failed on this rank, or was perhaps never launched."""
+        """True if a collective failed on this rank, or was perhaps never launched."""
         with self._lock:  # threads of autograd may be in `leave`
             return self._is_in_doubt or any(
                 comm_stream.error is not None for comm_stream in self.comm_streams
@@ -215,7 +215,7 @@ class Reducer:
         return math.prod(len(step.ranks) for step in means)
 
     def _divides_first(self, bucket: Bucket, step: ReductionStep) -> bool:
-        """Whether gradients are divided for a mean before all reductions, in one pass.
+        """True if gradients are divided for a mean before all reductions, in one pass.
 
         What a handler's own `launch` reduces must be whole, and a wide sum is divided before it is
         rounded.

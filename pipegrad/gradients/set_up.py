@@ -105,7 +105,7 @@ class Agreed:
 
     @property
     def needs_parameter_sync(self) -> bool:
-        """Whether a rank sends what it steps or has master copies, or replicas train alone."""
+        """True if a rank sends what it steps or has master copies, or replicas train alone."""
         is_sent = self.plan.syncs_parameters or bool(self.plan.independent_axes)
         return is_sent or any(
             record.requires_grad

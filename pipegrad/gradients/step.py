@@ -283,12 +283,12 @@ class Step(Parts):
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether this step only accumulates."""
+        """True if this step only accumulates."""
         return self._is_accumulating
 
     @property
     def is_in_step(self) -> bool:
-        """Whether `prepare` was called and `finish` was not: gradients are not reduced yet."""
+        """True if `prepare` was called and `finish` was not: gradients are not reduced yet."""
         return self._state in (State.OPEN, State.LEAVING)
 
     @outside_of_graphs
@@ -527,7 +527,7 @@ class Step(Parts):
         return cause
 
     def _is_together(self, *, compares: bool) -> bool:
-        """Whether this step ends with a barrier. The second call for a step returns False.
+        """True if this step ends with a barrier. The second call for a step returns False.
 
         Args:
             compares: Whether they compare copies then.

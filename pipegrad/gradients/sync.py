@@ -664,7 +664,7 @@ class GradientSync(Step):
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._state is State.CLOSED
 
     @outside_of_graphs

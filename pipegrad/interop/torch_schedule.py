@@ -119,7 +119,7 @@ def check_stages(stages: Sequence[PipelineStageBase]) -> None:
 
 def forwards_of(stage: Any) -> dict[int, Any]:  # noqa: ANN401 - torch's, with private names
     """Returns what a stage has of each forward whose backward has not run, in their order."""
-    # Since torch 2.15 it has another name, and instances of a class in the place of tuples.
+    # Since torch 2.15 it has another name, and instances of a class instead of tuples.
     older: Any = getattr(stage, "fwd_cache", None)
     kept: dict[int, Any] = getattr(stage, "_forward_chunk_states", older)
     return kept

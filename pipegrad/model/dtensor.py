@@ -24,7 +24,7 @@ PLAIN = (torch.Tensor, nn.Parameter, type(None))
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Whether a tensor is a DTensor. False if nobody has imported DTensor, which is slow."""
+    """True if a tensor is a DTensor. False if nobody has imported DTensor, which is slow."""
     if type(tensor) in PLAIN:  # a short cut: this runs several times for each gradient and step
         return False
     return is_imported_kind(tensor, "torch.distributed.tensor", "DTensor")

@@ -1,4 +1,4 @@
-"""Gradients in ``parameter.main_grad``, in the place of ``parameter.grad``."""
+"""Gradients in ``parameter.main_grad``, instead of ``parameter.grad``."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Manifest:
         return next((held[location] for location in self._locations[key] if location in held), None)
 
     def is_counted(self, rank: int, key: str) -> bool:
-        """Whether the part on `rank` counts in a norm; equal parts of a DTensor count once."""
+        """True if the part on `rank` counts in a norm; equal parts of a DTensor count once."""
         shard, layout = self.shard(rank, key), self.entries(key)[0].layout
         if shard is None or layout is None:
             return True

@@ -50,7 +50,7 @@ def begin_of(module: nn.Module) -> str:
 
 
 def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits: nan is nan, and 0.0 is not -0.0."""
+    """True if two tensors have the same shape, dtype and bits: nan is nan, and 0.0 is not -0.0."""
     if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
         return False
     if tensor.is_meta or other.is_meta:
@@ -101,7 +101,7 @@ def likely_ties(
 
 
 def _from_one_seed(first: Sequence[ParameterEntry], other: Sequence[ParameterEntry]) -> bool:
-    """Whether two stages are equal because both were made after the same ``manual_seed``.
+    """True if two stages are equal because both were made after the same ``manual_seed``.
 
     Then both stages draw the same parameters in the same order, until the shorter stage ends. Their
     names are equal except for numbers. The classes of their modules, their shapes and their

@@ -351,7 +351,7 @@ def refuse_partly_shared(parameters: Iterable[tuple[str, nn.Parameter]]) -> None
 
 
 def _overlap(first: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two different views have a byte in common."""
+    """True if two different views have a byte in common."""
     # Two ranges of bytes may overlap although no byte is shared, as for two columns of a matrix. So
     # both views are drawn on a mask of bytes.
     begin = min(first.data_ptr(), other.data_ptr())

@@ -29,7 +29,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_fsdp2(module: object) -> TypeIs[FSDPModule]:
-    """Whether FSDP2 (``fully_shard``) has wrapped a module."""
+    """True if FSDP2 (``fully_shard``) has wrapped a module."""
     return is_imported_kind(module, _FSDP, FSDP2)
 
 
@@ -57,7 +57,7 @@ def reshard(parts: Iterable[FSDPModule]) -> None:
 
 
 def is_imported_kind(value: object, module: str, name: str) -> bool:
-    """Whether a value is an instance of a class whose module is slow to import.
+    """True if a value is an instance of a class whose module is slow to import.
 
     Args:
         value: Anything.

@@ -350,7 +350,7 @@ class _Named:
         return {"RECV_F": 0, "SEND_B": 0, "SEND_F": self._last, "RECV_B": self._last}[done]
 
     def is_idle(self, done: str, call: _Call) -> bool:
-        """Whether a call of Megatron does not do that; a first and a last rank call all, too."""
+        """True if a call of Megatron does not do that; a first and a last rank call all, too."""
         if done not in TRANSFERS or call.name[0].isupper():
             return False
         if call.arguments.get(_FLAGS[done]) in ("None", "False"):

@@ -60,7 +60,7 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """Whether all ranks end, and nothing is wrong."""
+        """True if all ranks end, and nothing is wrong."""
         return not self.defects and not self.circle
 
     @property

@@ -55,7 +55,7 @@ class Cut:
     and choose adapters there, not in the uncut model. Once a Scheduler has this rank's stages, the
     uncut model runs no more, and has no ``state_dict``: its other layers are trained elsewhere.
 
-    `Scheduler` takes it in the place of stages. In other runtimes, such as those of
+    `Scheduler` takes it instead of stages. In other runtimes, such as those of
     ``torch.distributed.pipelining``, `modules` are the stages: each takes what earlier stages send
     by position, and the arguments of the uncut model by name.
 

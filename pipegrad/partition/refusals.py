@@ -1,4 +1,4 @@
-"""Refusals: tables of what cannot be done, in the place of branches."""
+"""Refusals: tables of what cannot be done, instead of branches."""
 
 from __future__ import annotations
 

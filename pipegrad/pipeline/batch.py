@@ -224,7 +224,7 @@ class Batches:
         return values
 
     def _is_taken(self, name: str) -> bool:
-        """Returns whether a stage takes an input of a name."""
+        """Returns True if a stage takes an input of a name."""
         return self._accepts is None or name in self._accepts
 
     def _of_stages(self, fields: Mapping[str, object], target: object) -> _Values:
@@ -586,7 +586,7 @@ def _joined(parts: tuple[Any, ...], dim: int = 0) -> Any:  # noqa: ANN401 - a te
 
 
 def has_graph(leaf: object) -> TypeGuard[Tensor]:
-    """Returns whether a leaf is a tensor that is to get a gradient."""
+    """Returns True if a leaf is a tensor that is to get a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 
@@ -602,7 +602,7 @@ class OuterGraphs:
         self._cut_off: dict[int, tuple[Tensor, Tensor]] = {}  # by id; and the leaf of each
 
     def cut_off(self, values: _Values) -> _Values:
-        """Returns values with leaves in the place of tensors with a graph."""
+        """Returns values with leaves instead of tensors with a graph."""
         for name, value in values.items():
             leaves, rebuilt = flattened(value)
             if any(has_graph(leaf) for _, leaf in leaves):

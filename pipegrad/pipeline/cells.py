@@ -532,7 +532,7 @@ def _refuse_hidden(stage: int, leaves: Sequence[object]) -> None:
 
 
 def _hides(value: object, depth: int = 4) -> bool:
-    """Returns whether an object holds a tensor with a gradient, in itself or in its parts."""
+    """Returns True if an object holds a tensor with a gradient, in itself or in its parts."""
     if _has_gradient(value):
         return True
     parts = getattr(value, "__dict__", {}).values() if depth else ()

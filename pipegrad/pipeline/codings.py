@@ -67,7 +67,7 @@ class CodecChoice:
 
     @property
     def is_none(self) -> bool:
-        """Whether everything crosses as it is."""
+        """True if everything crosses as it is."""
         return not (self.others or any(self.hops.values()))
 
     def of(self, hop: Hop, carried: Carried) -> Codec | None:

@@ -303,10 +303,10 @@ class Inbox:
 
 
 def has_ended(work: Work | None) -> bool:
-    """Whether a transfer has ended, as far as somebody has waited for it."""
+    """True if a transfer has ended, as far as somebody has waited for it."""
     return isinstance(work, HostWork) and work.is_completed()
 
 
 def has_tags(device: torch.device) -> bool:
-    """Whether messages between such devices have tags; between processors they have."""
+    """True if messages between such devices have tags; between processors they have."""
     return device.type == "cpu"

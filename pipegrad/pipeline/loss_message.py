@@ -447,7 +447,7 @@ class Losses:
 
 
 def _have_ended(leaving: deque[Started]) -> bool:
-    """Returns whether all works have ended; removes those at the front that have."""
+    """Returns True if all works have ended; removes those at the front that have."""
     while leaving and leaving[0].is_completed():
         leaving.popleft()
     return not leaving
@@ -479,7 +479,7 @@ class Message:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `read` waits for nothing."""
+        """True if `read` waits for nothing."""
         return self._numbers.is_cpu and (self._work is None or self._work.is_completed())
 
     def sums(self) -> Tensor:
@@ -506,7 +506,7 @@ class Message:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has failed in the step. The host waits for the sums, the first time."""
+        """True if a rank has failed in the step. The host waits for the sums, the first time."""
         return self.read()[1] > 0
 
     @property

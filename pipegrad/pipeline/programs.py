@@ -155,7 +155,7 @@ class Programs:
 
     @property
     def wants_times(self) -> bool:
-        """Whether steps are to be measured."""
+        """True if steps are to be measured."""
         return isinstance(self.spec, MeasuredGenerator) and self.spec.wants_times
 
     def adapted(self, times: Times, step: int) -> Schedule | None:

@@ -325,7 +325,7 @@ def accumulate(groups: Iterable[Sequence[WeightProduct]]) -> None:
 
 
 def may_write(products: Sequence[WeightProduct], into: Tensor | None) -> bool:
-    """Whether products of a parameter may go into its gradient, or one like it, by us."""
+    """True if products of a parameter may go into its gradient, or one like it, by us."""
     if into is None or into.dim() != 2 or into.layout is not torch.strided:
         return False
     if has_gradient_hooks(products[0].parameter):

@@ -223,7 +223,7 @@ class Binding:
 
     @cached_property
     def is_in_order(self) -> bool:
-        """Whether all go by position, as they come."""
+        """True if all go by position, as they come."""
         return not self.keywords and self.positions == tuple(range(len(self.positions)))
 
     def __call__(self, *values: object) -> Any:  # noqa: ANN401 - whatever the function returns

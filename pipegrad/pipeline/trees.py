@@ -55,7 +55,7 @@ def name_in(path: str) -> str:
 
 
 def is_cut(leaf: object) -> TypeGuard[Tensor]:
-    """Returns whether a leaf has a first dimension."""
+    """Returns True if a leaf has a first dimension."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 

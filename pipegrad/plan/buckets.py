@@ -141,7 +141,7 @@ class Bucket(Kind):
 
     @property
     def syncs_parameters(self) -> bool:
-        """Whether its parameters need a parameter sync after the optimizer's step."""
+        """True if its parameters need a parameter sync after the optimizer's step."""
         return any(step.syncs_parameters for step in self.route)
 
 

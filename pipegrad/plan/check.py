@@ -52,7 +52,7 @@ def _is_covered(
     reduced: Iterable[Sequence[int]],
     allow_unsynced: Sequence[str],
 ) -> bool:
-    """Whether a parameter is reduced over `ranks`, or needs no reduction."""
+    """True if a parameter is reduced over `ranks`, or needs no reduction."""
     names = (key, *(name for _, name in manifest.locations(key)))
     return any(set(ranks) <= set(each) for each in reduced) or matches_any(allow_unsynced, names)
 

@@ -37,14 +37,14 @@ def steps_taken(route: Route, rank: int) -> int:
 
 
 def has_result(route: Route, rank: int) -> bool:
-    """Whether `rank` has a part of the result of a route, if there are several parts."""
+    """True if `rank` has a part of the result of a route, if there are several parts."""
     # With SHARD every rank has a part, with REPLICATE every rank has all. With WHOLE the bucket
     # says which parameters a rank has: see `Plan.main_ranges`.
     return all(rank == step.owner for step in route if step.placement.has_owner)
 
 
 def is_counted(route: Route, rank: int) -> bool:
-    """Whether the result on `rank` counts in a norm. Equal results count once, on the owner."""
+    """True if the result on `rank` counts in a norm. Equal results count once, on the owner."""
     # With SHARD and WHOLE no two ranks have the same element.
     return all(rank == step.owner for step in route if not step.placement.scatters)
 

@@ -54,27 +54,27 @@ class Placement(Enum):
 
     @property
     def has_owner(self) -> bool:
-        """Whether one rank alone, the owner, has the result and steps it: all others drop it."""
+        """True if one rank alone, the owner, has the result and steps it: all others drop it."""
         return self is Placement.OWNER
 
     @property
     def divides_parameters(self) -> bool:
-        """Whether each rank goes on with whole parameters of a bucket: a reduce-scatter."""
+        """True if each rank goes on with whole parameters of a bucket: a reduce-scatter."""
         return self is Placement.WHOLE
 
     @property
     def divides_elements(self) -> bool:
-        """Whether each rank goes on with as many elements of a bucket: a reduce-scatter."""
+        """True if each rank goes on with as many elements of a bucket: a reduce-scatter."""
         return self is Placement.SHARD
 
     @property
     def scatters(self) -> bool:
-        """Whether each rank goes on with its own part of a bucket: a reduce-scatter."""
+        """True if each rank goes on with its own part of a bucket: a reduce-scatter."""
         return self.divides_parameters or self.divides_elements
 
     @property
     def sends_back(self) -> bool:
-        """Whether updated parameters are sent along the reduction, backwards."""
+        """True if updated parameters are sent along the reduction, backwards."""
         return self.has_owner or self.scatters
 
 
@@ -114,7 +114,7 @@ class ParameterRecord:
 
     @property
     def shared(self) -> bool:
-        """Whether several stages hold it."""
+        """True if several stages hold it."""
         return len(self.holders) > 1
 
     @property
@@ -131,7 +131,7 @@ class ParameterRecord:
         return (self.name, self.key.partition(".")[2], *self.aliases)
 
     def is_matrix(self, others: Sequence[str] = EMBEDDINGS_AND_HEADS) -> bool:
-        """Whether an optimizer such as Muon should step it: not a vector, an embedding, or a head.
+        """True if an optimizer such as Muon should step it: not a vector, an embedding, or a head.
 
         It has two dimensions or more of more than one element. The class of its module is not
         called an embedding, as ``nn.Embedding`` is. No other module holds it, as a tied head does.
@@ -150,7 +150,7 @@ class ParameterRecord:
 
 
 def matches_any(patterns: Sequence[str], names: Iterable[str]) -> bool:
-    """Whether a shell-style pattern matches one of some names, case-sensitive."""
+    """True if a shell-style pattern matches one of some names, case-sensitive."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
@@ -213,7 +213,7 @@ class ReductionStep:
 
     @property
     def syncs_parameters(self) -> bool:
-        """Whether updated parameters are sent along it, backwards, after the optimizer's step."""
+        """True if updated parameters are sent along it, backwards, after the optimizer's step."""
         return self.placement.sends_back
 
     @property
@@ -226,11 +226,11 @@ class ReductionStep:
 
     @property
     def is_pair(self) -> bool:
-        """Whether two ranks exchange their parts by messages: see `Reduction.exchange`."""
+        """True if two ranks exchange their parts by messages: see `Reduction.exchange`."""
         return self.exchange == "asymmetric"
 
     def spans(self, axis: str) -> bool:
-        """Whether it spans this mesh dimension. False for ``"ranks[..]"``, where it is unknown."""
+        """True if it spans this mesh dimension. False for ``"ranks[..]"``, where it is unknown."""
         return axis in {part.partition("[")[0] for part in self.axes.split("+")}
 
     def __str__(self) -> str:
@@ -294,7 +294,7 @@ class OuterOptimizer(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether to step now. All ranks ask after the same ``sync.statistics().steps``."""
+        """True if to step now. All ranks ask after the same ``sync.statistics().steps``."""
 
     def step(self) -> None:
         """Steps if it is due, behind this rank's optimizer, and before anything is published.

@@ -46,7 +46,7 @@ class MeasuredGenerator(ScheduleGenerator):
     @property
     @abstractmethod
     def wants_times(self) -> bool:
-        """Whether `planned` is called after the next step, too."""
+        """True if `planned` is called after the next step, too."""
 
     @abstractmethod
     def planned(self, times: Times) -> MeasuredGenerator:

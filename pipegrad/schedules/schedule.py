@@ -158,7 +158,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any backward is split into I and W."""
+        """True if any backward is split into I and W."""
         return any(action.kind == "W" for actions in self.actions for action in actions)
 
     @property
@@ -299,7 +299,7 @@ def _is_action(cell: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Returns whether a value is a whole number."""
+    """Returns True if a value is a whole number."""
     # bool is a subclass of int, and a stage `True` is a mistake.
     return isinstance(value, int) and not isinstance(value, bool)
 

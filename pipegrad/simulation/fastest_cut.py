@@ -217,7 +217,7 @@ class _Search:
 
 
 def _is_less(one: Weight, other: Weight) -> bool:
-    """Returns whether a weight is less, by more than rounding."""
+    """Returns True if a weight is less, by more than rounding."""
     return one[0] < other[0] or (one[0] == other[0] and one[1] < other[1] * (1 - _ROUNDING))
 
 

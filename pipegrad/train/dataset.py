@@ -424,7 +424,7 @@ class Feed:
             self._error, self.reply = error, (_FAILED, 0, 0)
 
     def check(self, states: Iterable[float]) -> bool:
-        """Returns whether all ranks have the batch, by their states; every rank must call it.
+        """Returns True if all ranks have the batch, by their states; every rank must call it.
 
         Raises:
             PipegradError: If a rank has failed; on all ranks.

@@ -100,7 +100,7 @@ class RunLock:
 
 
 def is_of_output(run: Path, output: Path) -> bool:
-    """Returns whether a run was made with this ``train.output``. The run is beside it, or there.
+    """Returns True if a run was made with this ``train.output``. The run is beside it, or there.
 
     Raises:
         ValueError: If its manifest is not what a run has written. The message names the file.

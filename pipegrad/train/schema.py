@@ -178,7 +178,7 @@ class Model(Table):
 
     @property
     def is_transformers(self) -> bool:
-        """Whether it is a model of transformers."""
+        """True if it is a model of transformers."""
         return self.factory is None
 
 

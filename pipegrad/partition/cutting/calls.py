@@ -96,12 +96,12 @@ class Change(NamedTuple):
 
     @property
     def is_heard(self) -> bool:
-        """Whether hooks listen: its values are positional and keyword arguments, and the result."""
+        """True if hooks listen: its values are positional and keyword arguments, and the result."""
         return bool(self.path[0] == "hooks")
 
     @property
     def is_inside(self) -> bool:
-        """Whether it belongs to the layer, and not to what the layer is given."""
+        """True if it belongs to the layer, and not to what the layer is given."""
         return bool(self.path[0] == "modules")
 
 

@@ -27,7 +27,7 @@ def with_tensors(
 
     Args:
         module: The module.
-        replace: Returns what stands in the place of a parameter, buffer or other tensor.
+        replace: Returns what stands instead of a parameter, buffer or other tensor.
         memo: Id of an object -> what stands in its place; it gets the copies, as of ``deepcopy``.
             Containers that functions of the module hold, such as hooks, are those of the module.
 

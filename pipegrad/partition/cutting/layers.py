@@ -110,19 +110,19 @@ def _layers_in(
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called, or holds tensors; else it is a place for modules alone."""
+    """True if a module can be called, or holds tensors; else it is a place for modules alone."""
     if isinstance(module, _WITHOUT_FORWARD):
         return False
     return type(module).forward is not nn.Module.forward or bool(_own_tensors(module))
 
 
 def is_weighty(module: nn.Module) -> bool:
-    """Whether glue must not hold a module: it has parameters, saved buffers, or dropout."""
+    """True if glue must not hold a module: it has parameters, saved buffers, or dropout."""
     return has_state(module) or any(isinstance(part, _DROPOUTS) for part in module.modules())
 
 
 def has_state(module: nn.Module) -> bool:
-    """Whether a module has parameters, or buffers that are saved."""
+    """True if a module has parameters, or buffers that are saved."""
     # state_dict() would say the same, and the layers of an earlier cut refuse it.
     return next(module.parameters(), None) is not None or any(
         buffer is not None and name not in part._non_persistent_buffers_set
@@ -132,7 +132,7 @@ def has_state(module: nn.Module) -> bool:
 
 
 def is_sequential(model: object) -> bool:
-    """Whether a model is an nn.Sequential with its own forward."""
+    """True if a model is an nn.Sequential with its own forward."""
     return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
 
 

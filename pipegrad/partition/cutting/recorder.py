@@ -336,7 +336,7 @@ class ModelRecorder(TorchDispatchMode):
         return origins, frozenset(name for name, x in made.items() if not isinstance(x, Tensor))
 
     def refuse_new_buffers(self) -> None:
-        """Refuses code outside of layers that put other tensors in the place of buffers.
+        """Refuses code outside of layers that put other tensors instead of buffers.
 
         A buffer that is not saved may be made anew, if it does not depend on layers: a cache.
         """
@@ -444,7 +444,7 @@ def _saved(layer: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def _collects(part: nn.Module) -> bool:
-    """Returns whether hooks of transformers collect what a module returns."""
+    """Returns True if hooks of transformers collect what a module returns."""
     hooks = part._forward_hooks.values()
     return any(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
 

@@ -100,12 +100,12 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """Whether the stage is in a forward."""
+        """True if the stage is in a forward."""
         return self._number is not None
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage is the last one."""
+        """True if the stage is the last one."""
         return self._end == len(self.flow.calls)
 
     @contextmanager
@@ -457,12 +457,12 @@ def _in_words(leaves: Sequence[object], structure: TreeSpec) -> str:
 
 
 def _lacks(value: object) -> bool:
-    """Returns whether an input is missing, or has no rows."""
+    """Returns True if an input is missing, or has no rows."""
     return value is None or (isinstance(value, Tensor) and value.dim() > 0 and not len(value))
 
 
 def _is_whole(leaf: object) -> TypeGuard[Tensor]:
-    """Returns whether an input is a tensor of integers."""
+    """Returns True if an input is a tensor of integers."""
     return isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
 
 

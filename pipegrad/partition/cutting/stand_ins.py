@@ -1,4 +1,4 @@
-"""Stand-ins: what is in the place of another stage's layer, and answers what code asks of it.
+"""Stand-ins: what is instead of another stage's layer, and answers what code asks of it.
 
 While the stage runs, a stand-in has the modules, parameters and buffers of its layer by name, of
 the right dtype and on the device of the stage, but filled with nan and without memory. Outside of a
@@ -90,7 +90,7 @@ class _Place(NamedTuple):
 
 
 class OtherLayer(nn.Module):
-    """What stands in the place of another stage's layer, or of a module inside of it."""
+    """What stands instead of another stage's layer, or of a module inside of it."""
 
     _parameters: Any = _Table()
     _buffers: Any = _Table()
@@ -132,7 +132,7 @@ class OtherLayer(nn.Module):
 def other_layer(
     name: str, described: nn.Module, run: Run, lost: Collection[tuple[str, str]]
 ) -> dict[str, nn.Module]:
-    """Returns what stands in the place of a layer and of the modules inside, by their names in it.
+    """Returns what stands instead of a layer and of the modules inside, by their names in it.
 
     Args:
         name: Of the layer.

@@ -35,7 +35,7 @@ _MODELS = ("PeftModel", "PeftMixedModel")  # their names have it
 
 
 def has_adapter(model: Any) -> bool:  # noqa: ANN401 - of any kind
-    """Whether peft has added parameters: to peft's own model, or to the model inside of it."""
+    """True if peft has added parameters: to peft's own model, or to the model inside of it."""
     return bool(getattr(model, "peft_config", None))
 
 

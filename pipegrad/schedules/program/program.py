@@ -144,7 +144,7 @@ class Program:
         return frozenset(c for c in skips if (c.source, c.target) in next_ones)
 
     def _is_skip(self, channel: Channel) -> bool:
-        """Returns whether no stage of the taking rank comes right behind the one that makes it."""
+        """Returns True if no stage of the taking rank comes right behind the one that makes it."""
         rank = channel.target if channel.kind == "F" else channel.source
         first = self.rank_links[rank].consumers[channel.link][0]
         return first > self.links[channel.link].producer + 1
@@ -246,5 +246,5 @@ class RankLinks:
                 self.returned[of_link] = number
 
     def is_joined(self, link: int) -> bool:
-        """Returns whether gradients of a value come from several ranks, and are summed."""
+        """Returns True if gradients of a value come from several ranks, and are summed."""
         return len(self.gradients[link]) + bool(self.consumers[link]) > 1

@@ -113,7 +113,7 @@ class RankRun:
         self.done.add(code)
 
     def has(self, op: int, rest: int) -> bool:
-        """Returns whether the rank has done an item."""
+        """Returns True if the rank has done an item."""
         return rest << OP_BITS | op in self.done
 
     def _hold(self, what: int, by: int) -> None:
@@ -208,7 +208,7 @@ class RankRun:
         self.refuse(f"it needs {self._program.links[link].name!r}, which has not arrived")
 
     def _has_computed(self, stage: int, microbatch: int, *kinds: int) -> bool:
-        """Returns whether this rank has computed one of some kinds."""
+        """Returns True if this rank has computed one of some kinds."""
         codes = ((stage << KIND_BITS | kind) << MICROBATCH_BITS | microbatch for kind in kinds)
         return any(code << OP_BITS | _COMPUTE in self.done for code in codes)
 

@@ -159,7 +159,7 @@ class Advice:
 
     @property
     def is_at_most(self) -> bool:
-        """Whether a run gains less than this, or as much."""
+        """True if a run gains less than this, or as much."""
         # Half the rows take half the time at best: kernels and messages have a cost of their own.
         return self.is_bound or "microbatches = " in self.change
 

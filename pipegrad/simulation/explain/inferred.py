@@ -237,7 +237,7 @@ def _meeting_seconds(lookup: Lookup) -> float:
 
 
 def _ranks_meet(lookup: Lookup) -> bool:
-    """Returns whether no rank goes on behind its last backward before all have ended theirs."""
+    """Returns True if no rank goes on behind its last backward before all have ended theirs."""
     ended, went_on = defaultdict[int, float](float), dict[int, float]()
     for span in lookup.spans:
         if span.kind in COMPUTE:

@@ -156,7 +156,7 @@ class Lookup:
         return next(filter(self.has_end, earlier), None)
 
     def has_end(self, transfer: Span) -> bool:
-        """Returns whether it is known when a transfer arrived.
+        """Returns True if it is known when a transfer arrived.
 
         A receiver that did not wait does not know when a value came. In a measured timeline, such a
         transfer ends when the value was first needed.

@@ -71,7 +71,7 @@ def sentence(explanation: Explanation) -> str:
 
 
 def as_arguments(words: str) -> str:
-    """Returns a sentence with arguments of Python in the place of keys of a configuration."""
+    """Returns a sentence with arguments of Python instead of keys of a configuration."""
     words = words.replace("parallel.microbatches = ", "num_microbatches=")
     return _KEY.sub(r"\1=", words).replace("=true", "=True")
 

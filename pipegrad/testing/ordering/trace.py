@@ -122,7 +122,7 @@ def call_site() -> str:
 
 
 def called_by_python() -> bool:
-    """Returns whether a collective is called by torch.distributed, not by C++ code such as DDP's.
+    """Returns True if a collective is called by torch.distributed, not by C++ code such as DDP's.
 
     C++ code waits in C++, where nobody can listen.
     """
