@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import pipegrad.train.reporters.terminal
+from pipegrad import tables
 from pipegrad.cli import main
 from pipegrad.testing import run_ranks
-from pipegrad.train import rendering
 from tests.support.distributions import declared, write_distribution
 from tests.support.train.jobs import EXAMPLES, command, with_job
 from tests.support.train.launched import Launched, torchrun
@@ -201,7 +201,7 @@ def test_what_there_is_is_listed(kind: str) -> None:
 def test_alone_on_a_terminal_it_shows_a_bar(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
     terminal = Console(file=shown, force_terminal=True, width=80)
-    for module in (rendering, pipegrad.train.reporters.terminal):
+    for module in (tables, pipegrad.train.reporters.terminal):
         monkeypatch.setattr(module, "make_console", lambda **_: terminal)
     monkeypatch.chdir(folder)
     result = CliRunner().invoke(main, ["train", "small.toml", "--set", "train.output=bar"])
