@@ -56,7 +56,7 @@ NO_LOOP = {
     "summary.py": "`pipegrad plan`",
     "rendering.py": "tables of the commands",
 }
-WORDS_AND_FILES = {"errors", "limits", "plugins", "printable", "run_files"}
+WORDS_AND_FILES = {"errors", "limits", "plugins", "printable", "run_files", "tables"}
 # What the trainer imports beside public names, and why a loop of a user needs none of it.
 NOT_OF_A_LOOP = {
     "comm.watch.Bounded": "limits the set-up; that of a script ends with its launcher",
