@@ -161,7 +161,6 @@ class SignedStore:
         return signature.digest()
 
 
-@cache
 def store() -> SignedStore:
     """Returns the key-value store of the default process group."""
     world = dist.group.WORLD
@@ -169,6 +168,7 @@ def store() -> SignedStore:
     return SignedStore(world.get_group_store())
 
 
+@cache
 def _keyed(key: str) -> blake2b | None:
     """Returns the hash of nothing with a key; None without one."""
     content = key.encode("utf-8", "surrogateescape")
