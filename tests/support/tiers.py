@@ -5,7 +5,7 @@ how many of its cases run in a tier, in the order of `order`, or their names. A 
 row is of the landing tier, with all its cases. `tests/budget.toml` limits the seconds of folders.
 
 - ``first``: what ``pytest`` runs, three minutes on two cores.
-- ``landing``: what a change must pass, with all of ``first``: ten minutes, ``.ci/check``.
+- ``landing``: what a change must pass, with all of ``first``: twenty minutes, ``.ci/check``.
 - ``night``: everything, ``.ci/night``.
 """
 
