@@ -100,7 +100,7 @@ def number_of(value: object) -> int | Tensor | None:
     tensors = [leaf for leaf in leaves if _is_plain(leaf)]
     if not tensors:
         return None
-    total = torch.zeros((), dtype=torch.int64)  # all below is modulo 2^64
+    total = torch.zeros((), dtype=torch.int64, device="cpu")  # all below is modulo 2^64
     for leaf in tensors:
         kind = zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
         total = total * _ODD + _sum(leaf) + kind
@@ -133,7 +133,7 @@ def _sum(tensor: Tensor) -> Tensor:
 @lru_cache(maxsize=32)
 def _table(exponent: int) -> Tensor:
     """Returns the weights of the first 2^exponent positions, on the host."""
-    return _scattered(torch.arange(2**exponent))
+    return _scattered(torch.arange(2**exponent, device="cpu"))
 
 
 def _scattered(positions: Tensor) -> Tensor:
