@@ -157,7 +157,7 @@ class Judge:
         return [replace(finding, step=number) for finding in findings], gradients
 
     def _dropped(self, seen: Sequence[Seen], *, has_modes: bool) -> list[Finding]:
-        """Returns True if the pipeline drops with other probabilities than one process."""
+        """Returns a finding if the pipeline drops with other probabilities than one process."""
         one = sorted(self._without.dropped)
         pipeline = sorted({probability for of_rank in seen for probability in of_rank.dropped})
         self.sizes["dropout", 1, "", ()] = Size(sum(one), sum(pipeline))

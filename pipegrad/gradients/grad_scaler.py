@@ -211,7 +211,7 @@ class GradScaler(torch.amp.GradScaler):
     def _decide(
         self, overflow: torch.Tensor, error: Exception | None, *, is_own: bool
     ) -> torch.Tensor:
-        """Returns True if any rank has an overflow, 0.0 or 1.0; raises an error on all ranks.
+        """Returns 1.0 if any rank has an overflow, else 0.0; raises an error on all ranks.
 
         Args:
             overflow: Of this rank, a scalar.

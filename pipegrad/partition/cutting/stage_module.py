@@ -467,7 +467,7 @@ def _is_whole(leaf: object) -> TypeGuard[Tensor]:
 
 
 def _kind_of(leaf: object) -> object:
-    """Returns that of an input on which shapes depend, in place of values and of their memory."""
+    """Returns an input without its values and their memory: shapes depend on the rest."""
     if isinstance(leaf, Tensor):
         return leaf.shape
     return leaf if isinstance(leaf, Number | str | None) else type(leaf)

@@ -359,7 +359,7 @@ class Conventions:
         return self._counts(counted).sum()
 
     def _counts(self, label: Tensor) -> Tensor:
-        """Returns True if each label has a loss. Heads refuse or leave out all below 0."""
+        """Returns for each label if it has a loss. Heads refuse or leave out all below 0."""
         return label >= 0 if self._ignored < 0 else label != self._ignored
 
     def parts(self, batch: Mapping[str, object], module: nn.Module) -> list[dict[str, object]]:
