@@ -192,11 +192,6 @@ def _check_forwards(model: nn.Module) -> None:
             )
 
 
-def _layer_of(path: str, layers: Iterable[str]) -> str | None:
-    """Returns the layer that a module is, or that it is inside of."""
-    return next((name for name in layers if path == name or path.startswith(f"{name}.")), None)
-
-
 def _place_parameters(
     model: nn.Module,
     module: nn.Module,
@@ -219,7 +214,7 @@ def _place_parameters(
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = {id(parameter) for layer in here for parameter in layers[layer].parameters()}
     for path, holder in model.named_modules():
-        layer = _layer_of(path, layers)
+        layer = next((n for n in layers if path == n or path.startswith(f"{n}.")), None)
         if layer in here:
             continue
         is_inside = layer not in (None, path)

@@ -304,8 +304,13 @@ class ModelRecorder(TorchDispatchMode):
         with watch.listening(), torch.enable_grad():
             returned = function(*args, **kwargs)
         changes = watch.changes()
-        # Whatever the model makes of it: it may also ask whether there is something.
-        self.is_heard |= any(map(_collects, layer.modules()))
+        # Hooks of transformers collect what a module returns, whatever the model makes of it: it
+        # may also ask whether there is something.
+        self.is_heard |= any(
+            getattr(hook, "__module__", "").startswith("transformers.")
+            for part in layer.modules()
+            for hook in part._forward_hooks.values()
+        )
         put_back(put_in)
         return returned, changes
 
@@ -441,12 +446,6 @@ def _saved(layer: nn.Module) -> Iterator[dict[int, int]]:
         yield saved
     for key in _keys([*layer.parameters()]):
         saved.pop(key, None)
-
-
-def _collects(part: nn.Module) -> bool:
-    """Returns True if hooks of transformers collect what a module returns."""
-    hooks = part._forward_hooks.values()
-    return any(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
 
 
 def _followed(layer: str, changes: Changes) -> tuple[Changes, frozenset[tuple[str, str]]]:
