@@ -1,4 +1,4 @@
-"""Finds plug-ins by name: in-process registrations, entry points, and ``module:attr``.
+"""Finds plug-ins by name: entry points, and ``module:attr``.
 
 A listing imports nothing, and only the selected plug-in is loaded. So a broken plug-in does not
 disturb others. The order of all results depends only on names, never on ``sys.path``, sets or hash
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from pipegrad.errors import PluginError, PluginNotFoundError, PluginOptionError
 HANDLERS = "pipegrad.handlers"
 REPORTERS = "pipegrad.reporters"
 CODECS = "pipegrad.codecs"
-DISABLE_VARIABLE = "PIPEGRAD_DISABLE_PLUGINS"
-_PACKAGES = ("pipegrad", "pipegrad_handlers", "pipegrad_codecs")
 
 T = TypeVar("T")
 
@@ -74,56 +71,30 @@ class ResolvedPlugin(Plugin, Generic[T]):
 class Registry(Generic[T]):
     """The plug-ins of one entry-point group: subclasses of `base`, found by name.
 
-    Iterating yields what `list` returns.
+    Iterating yields all plug-ins by (name, distribution, value), without importing any.
     """
 
     def __init__(self, group: str, base: type[T]) -> None:
         self.group = group
         self.base = base
-        self._registered: dict[str, type[T]] = {}
 
     def __iter__(self) -> Iterator[Plugin]:
-        return iter(self.list())
-
-    def list(self) -> tuple[Plugin, ...]:
-        """Returns all plug-ins by (name, distribution, value), without importing any."""
-        registered = [Plugin(name, _value(cls)) for name, cls in self._registered.items()]
         # A distribution may be on `sys.path` twice, for example installed and as a source tree.
         installed: dict[tuple[str, str, str], Plugin] = {}
         for entry in metadata.entry_points(group=self.group):
             distribution = (entry.dist and entry.dist.name) or ""
             version = (entry.dist and entry.dist.version) or ""
-            # Any distribution may call itself PipeGrad. That would not make its modules ours.
-            package, normalized = re.split(r"[.:]", entry.value)[0], _normalized(distribution)
-            if (package in _PACKAGES and normalized == "pipegrad") or not _plugins_disabled():
-                plugin = Plugin(entry.name, entry.value, distribution, version)
-                installed.setdefault((entry.name, normalized, entry.value), plugin)
-        every = [*registered, *installed.values()]
-        return tuple(sorted(every, key=lambda p: (p.name, p.distribution, p.value)))
-
-    def register(self, name: str, cls: type[T], *, override: bool = False) -> None:
-        """Registers `cls` as `name` in this process. It comes before entry points of that name.
-
-        Raises:
-            PluginError: If `name` is registered already and `override` is not set, or if `cls` is
-                not a concrete subclass of `base`.
-        """
-        plugin = Plugin(name, _value(cls))
-        if name in self._registered and not override:
-            raise PluginError(
-                f"plug-in {plugin} cannot be registered: {name!r} is "
-                f"{_value(self._registered[name])} already; choose another name, or pass "
-                f"override=True to replace it"
-            )
-        self._registered[name] = self._checked(plugin, cls)
+            plugin = Plugin(entry.name, entry.value, distribution, version)
+            installed.setdefault((entry.name, _normalized(distribution), entry.value), plugin)
+        yield from sorted(installed.values(), key=lambda p: (p.name, p.distribution, p.value))
 
     def resolve(self, spec: T | type[T] | str | Mapping[str, object]) -> ResolvedPlugin[T]:
         """Returns the plug-in of `spec`, constructed.
 
         Args:
             spec: An instance, a class, a name, or a table of ``name`` and options. A name is looked
-                up among the registered plug-ins, then among entry points (``distribution::name``
-                selects one of several). Then it is imported if it has the form ``module:attr``.
+                up among entry points (``distribution::name`` selects one of several). Then it is
+                imported if it has the form ``module:attr``.
 
         Raises:
             PluginNotFoundError: If nothing has this name.
@@ -179,15 +150,12 @@ class Registry(Generic[T]):
 
     def _find(self, target: object) -> tuple[Plugin, object]:
         """Returns the plug-in of `target`, and what is loaded for it."""
-        # What this process has registered comes first: it is the most explicit choice.
         if not isinstance(target, str):
             return Plugin(_value(target), _value(target)), target
-        if target in self._registered:
-            return Plugin(target, _value(self._registered[target])), self._registered[target]
         distribution, _, name = target.rpartition("::")
         matches = [
             plugin
-            for plugin in self.list()
+            for plugin in self
             if plugin.name == name
             if not distribution or _normalized(plugin.distribution) == _normalized(distribution)
         ]
@@ -231,24 +199,17 @@ class Registry(Generic[T]):
         return loaded
 
     def _missing(self, target: str) -> str:
-        known = [f"{p.distribution}::{p.name}" if "::" in target else p.name for p in self.list()]
-        message = (
+        known = [f"{p.distribution}::{p.name}" if "::" in target else p.name for p in self]
+        return (
             f"no plug-in of group {self.group!r} is called {target!r}; known, closest first: "
-            f"{closest_first(target, known)}. Install the distribution that brings it, register "
-            f"it in this process, or give its class as 'module:attr'."
+            f"{closest_first(target, known)}. Install the distribution that brings it, or give its "
+            f"class as 'module:attr'."
         )
-        if _plugins_disabled():
-            message += f" {DISABLE_VARIABLE} is set: other distributions' plug-ins are ignored."
-        return message
 
 
 def _normalized(distribution: str) -> str:
     """Returns the name as PEP 503 compares it."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
-
-
-def _plugins_disabled() -> bool:
-    return os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0")
 
 
 def _value(target: object) -> str:

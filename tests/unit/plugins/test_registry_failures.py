@@ -43,8 +43,8 @@ def test_an_unknown_name_lists_the_known_ones_closest_first(
 ) -> None:
     with pytest.raises(PluginNotFoundError, match="known, closest first: none"):
         registry.resolve("anything")
-    acme(install, expert="acme:Sum", noop="acme:Sum", **{"data-parallel": "acme:Sum"})
-    registry.register("sharded", Plain)
+    names = ("expert", "noop", "data-parallel", "sharded")
+    acme(install, **dict.fromkeys(names, "acme:Sum"))
     with pytest.raises(PluginNotFoundError) as caught:
         registry.resolve("shraded")
     known = "closest first: sharded, data-parallel, expert, noop. Install the distribution that"
@@ -99,22 +99,16 @@ def test_what_is_given_must_be_a_finished_handler(registry: Handlers) -> None:
     for spec in 3, int, len, {"name": Plain()}, None:
         with pytest.raises(PluginError, match="expected a concrete subclass of"):
             registry.resolve(spec)  # type: ignore[arg-type]
-    with pytest.raises(PluginError, match="expected a concrete subclass of"):
-        registry.register("mine", int)  # type: ignore[arg-type]
     with pytest.raises(PluginError, match=r"Unfinished.* lacks reductions\(\)"):
         registry.resolve(Unfinished)
-    with pytest.raises(PluginError, match=r"'mine' .* lacks reductions\(\)"):
-        registry.register("mine", Unfinished)  # type: ignore[type-abstract]
-    assert registry.list() == ()
 
 
 def test_options_must_be_those_of_the_constructor(registry: Handlers) -> None:
-    registry.register("local", Local)
     with pytest.raises(PluginOptionError) as caught:
-        registry.resolve({"name": "local", "axs": "dp"})
+        registry.resolve({"name": Local, "axs": "dp"})
     assert str(caught.value) == (
-        f"plug-in 'local' ({HERE}:Local, of no distribution) has no option 'axs', needs the option "
-        "'axis'; allowed, closest first: axis, scale"
+        f"plug-in '{HERE}:Local' ({HERE}:Local, of no distribution) has no option 'axs', needs the "
+        "option 'axis'; allowed, closest first: axis, scale"
     )
     resolved = registry.resolve({"name": Greedy, "anything": 1})  # it may take any option
     assert resolved.options == (("anything", "1"),)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
@@ -23,7 +23,7 @@ from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
 from pipegrad.train.report import Report
-from pipegrad.train.reporters.reporter import Reporter, StepMetrics, reporters
+from pipegrad.train.reporters.reporter import Reporter, StepMetrics
 from pipegrad.train.schema import Model, Named, Train
 
 NAME = "weights_and_biases:Run"
@@ -120,29 +120,32 @@ def test_what_was_not_measured_is_left_out_of_a_line(
     ]
 
 
+class Odd(Reporter):
+    """Notes what it is told, and fails in the second step."""
+
+    told: ClassVar[list[str]] = []
+
+    def open(self, folder: Path, config: Config) -> None:
+        self.told.append(f"open {folder.name} {config.train.steps}")
+
+    def report(self, metrics: StepMetrics) -> None:
+        self.told.append(f"step {metrics.step}")
+        if metrics.step == 2:
+            raise KeyError("no such run")
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
 def test_a_reporter_that_fails_ends_alone(tmp_path: Path) -> None:
     """Somebody else's reporter, and what it opened is closed although the run fails."""
-    told: list[str] = []
-
-    class Odd(Reporter):
-        def open(self, folder: Path, config: Config) -> None:
-            told.append(f"open {folder.name} {config.train.steps}")
-
-        def report(self, metrics: StepMetrics) -> None:
-            told.append(f"step {metrics.step}")
-            if metrics.step == 2:
-                raise KeyError("no such run")
-
-        def close(self) -> None:
-            told.append("close")
-
-    reporters.register("odd", Odd, override=True)
-    with suppress(RuntimeError), running(tmp_path, "odd") as (run, shown):
+    name = f"{__name__}:Odd"
+    with suppress(RuntimeError), running(tmp_path, name) as (run, shown):
         for number in (1, 2, 3):
             run.step(metrics(number))
         raise RuntimeError("a stage fails")
-    assert told == [f"open {tmp_path.name} 100", "step 1", "step 2", "close"]
-    assert "step 2: the reporter 'odd' ends here, the run goes on: KeyError" in shown.getvalue()
+    assert Odd.told == [f"open {tmp_path.name} 100", "step 1", "step 2", "close"]
+    assert f"step 2: the reporter {name!r} ends here, the run goes on: KeyError" in shown.getvalue()
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
