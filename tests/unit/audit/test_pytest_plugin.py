@@ -1,4 +1,4 @@
-"""Audits are tests of pytest: by the command line, and by a fixture."""
+"""Audits are tests of pytest, by a fixture."""
 
 from __future__ import annotations
 
@@ -49,24 +49,11 @@ def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     return pytester.runpytest_inprocess(*PLUGIN, "-rA", *arguments)
 
 
-def test_audits_are_tests_behind_those_of_files_if_the_option_asks_for_them(
-    pytester: pytest.Pytester, ranks: Ranks
-) -> None:
-    pytester.makepyfile("def test_first(): pass")
-    run(pytester).assert_outcomes(passed=1)
-    assert ranks.started == []
-    both = "--pipegrad-audit=a.py:one", "--pipegrad-audit=b:two"
-    result = run(pytester, *both)
-    result.assert_outcomes(passed=3)
-    lines = ["PASSED *test_first", "PASSED *audit a.py:one", "PASSED *audit b:two"]
-    result.stdout.fnmatch_lines(lines)
-    assert ranks.started == [(Run("a.py:one"), 4), (Run("b:two"), 4)]
-    ranks.started.clear()
-    result = run(pytester, *both, "--pipegrad-audit-ranks=3", "-k", "two")
-    result.assert_outcomes(passed=1, deselected=2)
-    assert ranks.started == [(Run("b:two"), 3)]
-
-
+FIXTURE = """
+def test_it(audit_pipeline):
+    report = audit_pipeline('a.py:one', ranks=2, steps=3, tolerance=0.5)
+    assert report.num_steps == 2
+"""
 CAUSE = ["wrong, 1 cause*", "1. step 1: the gradient is stale"]
 
 
@@ -86,18 +73,12 @@ def test_an_audit_that_finds_something_or_cannot_be_run_fails_with_what_it_says(
     has_traceback: bool,
 ) -> None:
     ranks.result = outcome
-    result = run(pytester, "--pipegrad-audit=a.py:one")
+    pytester.makepyfile(FIXTURE)
+    result = run(pytester)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(lines)
     assert ("pipegrad_pytest/__init__.py:" in result.stdout.str()) == has_traceback
     assert has_traceback or "Traceback" not in result.stdout.str()
-
-
-FIXTURE = """
-def test_it(audit_pipeline):
-    report = audit_pipeline('a.py:one', ranks=2, steps=3, tolerance=0.5)
-    assert report.num_steps == 2
-"""
 
 
 def test_the_fixture_returns_the_report_or_fails_with_it(
@@ -145,16 +126,25 @@ def twice():
 """
 
 
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("name", ["audited", "twice"])
+def test_it(audit_pipeline, name):
+    audit_pipeline(f"somebodys.py:{name}", 1)
+"""
+
+
 def test_audits_run_in_ranks_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "somebodys.py").write_text(SCRIPT)
-    targets = [f"--pipegrad-audit=somebodys.py:{name}" for name in ("audited", "twice")]
-    options = ["-rA", "--pipegrad-audit-ranks=1", "-p", "no:cacheprovider"]
+    (tmp_path / "test_it.py").write_text(TESTS)
+    options = ["-rA", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", *PLUGIN, *options, *targets],
+        [sys.executable, "-m", "pytest", *PLUGIN, *options],
         cwd=tmp_path, env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "PASSED ::audit somebodys.py:audited\n" in result.stdout
-    assert "FAILED ::audit somebodys.py:twice - Failed: wrong, 1 cause" in result.stdout
+    assert "PASSED test_it.py::test_it[audited]\n" in result.stdout
+    assert "FAILED test_it.py::test_it[twice] - Failed: wrong, 1 cause" in result.stdout
     assert "the gradient is 2 times too large" in result.stdout
