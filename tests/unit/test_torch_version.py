@@ -43,8 +43,9 @@ def test_importing_pipegrad_beside_an_old_torch_says_what_is_needed(tmp_path: Pa
 
 def test_pytest_runs_beside_an_old_torch_and_an_audit_says_what_is_needed(tmp_path: Path) -> None:
     """Security, F10. The plug-in broke every run of pytest, of any project."""
-    (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
-    words = ["-p", "pipegrad_pytest", "-p", "no:cacheprovider", "--pipegrad-audit=a.py:b"]
+    audit = "def test_audit(audit_pipeline): audit_pipeline('a.py:b')"
+    (tmp_path / "test_other.py").write_text(f"def test_other(): pass\n{audit}\n")
+    words = ["-p", "pipegrad_pytest", "-p", "no:cacheprovider"]
     ran = beside_old_torch(
         tmp_path, "-m", "pytest", *words, str(tmp_path), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"
     )
