@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 from pipegrad.errors import ScheduleError
 from pipegrad.printable import printable
 from pipegrad.simulation.timeline import (
-    BESIDE,
     COMPUTE,
     ON_RANK,
-    WAITS,
     Span,
     SpanKind,
     Timeline,
@@ -157,28 +155,6 @@ def titles(timelines: Sequence[Timeline]) -> list[str]:
     """Returns titles that differ; the second of two like ones is numbered."""
     names = [title_of(timeline) for timeline in timelines]
     return [f"{n} (2)" if n in names[:i] else n for i, n in enumerate(names)]
-
-
-def how_to_read(timelines: Sequence[Timeline]) -> list[str]:
-    """Returns sentences on what a line, a box and its colours are, of what the timelines have."""
-    kinds = {span.kind for timeline in timelines for span in timeline.spans if span.seconds > 0}
-    letters = [f"{letter}3 is the {PALETTE[letter].name}" for letter in COMPUTE if letter in kinds]
-    computes = f": {', '.join(letters)} of microbatch 3" if letters else ""
-    parts = [
-        "Each line is one rank; time runs from left to right.",
-        f"A box is one action of the rank, its colour says which{computes}.",
-    ]
-    if any(len(timeline.stage_to_rank) > timeline.num_ranks for timeline in timelines):
-        parts.append("A rank has several stages: the number before the letter is the stage.")
-    if kinds & {*WAITS}:
-        parts.append("Hatched boxes are waits.")
-    parts.append("Where a rank computes nothing, it has a bubble.")
-    if kinds & {*BESIDE}:
-        names = ", ".join(f"{PALETTE[kind].name}s" for kind in BESIDE if kind in kinds)
-        parts.append(f"Thin boxes below a rank run beside its compute: {names}.")
-    if any(point.num_bytes for t in timelines for points in t.memory for point in points):
-        parts.append("The grey area is the memory of the rank.")
-    return parts
 
 
 def sentences(timelines: Sequence[Timeline]) -> list[list[str]]:

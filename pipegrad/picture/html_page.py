@@ -20,7 +20,7 @@ import numpy as np
 
 from pipegrad import run_files
 from pipegrad.limits import LARGEST
-from pipegrad.picture.drawable import PALETTE, Track, check, how_to_read, sentences, titles, tracks
+from pipegrad.picture.drawable import PALETTE, Track, check, sentences, titles, tracks
 from pipegrad.printable import printable
 from pipegrad.simulation.explain.critical_path import CriticalPath, critical_path
 from pipegrad.simulation.explain.lookup import Lookup
@@ -57,16 +57,14 @@ def write_html(timelines: Sequence[Timeline], path: Path | str, *, title: str = 
         "time_unit": timelines[0].time_unit,
         "timelines": [pack(timeline) for timeline in timelines],
     }
-    page = _page(title, " ".join(how_to_read(timelines)), data)
-    run_files.replace(Path(path), page.encode())
+    run_files.replace(Path(path), _page(title, data).encode())
 
 
-def _page(title: str, reading: str, data: Mapping[str, Any]) -> str:
+def _page(title: str, data: Mapping[str, Any]) -> str:
     folder = files("pipegrad.picture") / "page"
     texts = {name: (folder / name).read_text(encoding="utf-8") for name in _SCRIPTS}
     parts = {
         "TITLE": html.escape(title),
-        "READING": html.escape(reading),
         "STYLE": (folder / "page.css").read_text(encoding="utf-8"),
         # No text in it can end it: a label may have ``</script>`` in it.
         "DATA": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),

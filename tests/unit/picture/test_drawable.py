@@ -12,7 +12,7 @@ import pytest
 
 from pipegrad.errors import ScheduleError
 from pipegrad.picture import write_figure, write_html
-from pipegrad.picture.drawable import PALETTE, Track, how_to_read, sentences, titles, tracks
+from pipegrad.picture.drawable import PALETTE, Track, sentences, titles, tracks
 from pipegrad.simulation.explain.critical_path import critical_path
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import KINDS, WAITS, MemoryPoint, Span, Timeline
@@ -87,21 +87,6 @@ def test_times_that_nobody_knows_are_in_units() -> None:
     assert Timeline.from_json({**SMALL.to_json(), "time_unit": "seconds"}) == SMALL
     older = {name: value for name, value in SMALL.to_json().items() if name != "time_unit"}
     assert Timeline.from_json(older) == SMALL
-
-
-def test_how_to_read_it_says_what_is_there_and_no_more() -> None:
-    found = how_to_read([SMALL])
-    assert [text.split()[0] for text in found] == ["Each", "A", "Hatched", "Where", "Thin", "The"]
-    assert found[1].endswith(": F3 is the forward, B3 is the backward of microbatch 3.")
-    assert found[4].endswith(" beside its compute: transfers, gradient reductions.")
-    plain = replace(SMALL, spans=SPANS[:1], memory=())
-    assert [text.split()[0] for text in how_to_read([plain])] == ["Each", "A", "Where"]
-    # What takes no time is not drawn, and memory of 0 bytes is memory that nobody knows.
-    empty = SPANS[1]._replace(end=SPANS[1].begin)
-    nothing = replace(SMALL, spans=(SPANS[0], empty), memory=((MemoryPoint(0.0, 0),),) * 2)
-    assert how_to_read([nothing]) == how_to_read([plain])
-    several = " ".join(how_to_read([simulated("zbv")]))
-    assert "W3 is the backward of weights of microbatch 3. A rank has several stages: " in several
 
 
 def test_two_schedules_are_compared_step_by_step() -> None:

@@ -30,7 +30,7 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     assert not re.search(r"transition|animation|behavior", text)  # nothing moves by itself
     assert "default-src 'none'" in text
     assert "%%" not in text
-    assert '<p id="reading">Each line is one rank; time runs from left to right. A box' in text
+    assert '<p id="reading">Each line is one rank; time runs from left to right. A box is' in text
     write_html([SMALL], tmp_path / "again.html")
     assert (tmp_path / "again.html").read_bytes() == (tmp_path / "page.html").read_bytes()
 
