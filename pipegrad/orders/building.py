@@ -196,8 +196,6 @@ class _RankItems:
         self._last_inputs = {s.stage: n for n, s in enumerate(steps) if s.done in {"B", "I"}}
         self._waited = set[int]()
         self._open: dict[int, Op] = {}  # transfers that are under way -> the wait for each
-        self._whole = set[int]()  # stages that are unsharded
-        self._is_sharded = any(step.done == "UNSHARD" for step in steps)
         self._reducing = -1  # the stage whose reduction has not ended, in orders of torch 2.15
         do: dict[str, Callable[[int, Step], None]] = {
             **dict.fromkeys(KINDS_OF, self._compute),
@@ -205,11 +203,11 @@ class _RankItems:
             **dict.fromkeys((f"WAIT_{transfer}" for transfer in TRANSFERS), self._wait),
             "REDUCE_GRAD": self._reduce,
             "WAIT_REDUCE_GRAD": self._end_reduction,
-            "UNSHARD": self._shard,
-            "RESHARD": self._shard,
         }
         for number, step in enumerate(steps):
-            do[step.done](number, step)
+            # UNSHARD and RESHARD send nothing between stages, and torch raises if one is missing.
+            if step.done in do:
+                do[step.done](number, step)
         for transfer, op in self._open.items():
             if op is Op.RELEASE:  # torch before 2.15 waits for sends at the end of the step
                 self._add(END, transfer << OP_BITS | op)
@@ -249,8 +247,6 @@ class _RankItems:
 
     def _compute(self, number: int, step: Step) -> None:
         cell, done, stage, microbatch = step
-        if self._is_sharded and stage not in self._whole:
-            self._refuse(step, f"stage {stage} is not unsharded")
         needed = {"F": (stage - 1, "F"), "B": (stage, "B"), "I": (stage, "B")}.get(done)
         channel = self._building.channel_of.get(needed, -1) if needed else -1
         transfer = channel << MICROBATCH_BITS | microbatch
@@ -281,11 +277,3 @@ class _RankItems:
         if self._reducing != step.stage:
             self._refuse(step, f"no reduction of stage {step.stage} is under way")
         self._reducing = -1
-
-    def _shard(self, _number: int, step: Step) -> None:
-        is_whole = step.stage in self._whole
-        if is_whole == (step.done == "UNSHARD"):
-            no = "it is unsharded already" if is_whole else f"stage {step.stage} is not unsharded"
-            self._refuse(step, no)
-        else:
-            self._whole ^= {step.stage}
