@@ -45,12 +45,9 @@ class Topology:
     pipeline: str = "pp"
     data: str | tuple[str, ...] = "dp"
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
-    # Ranks of one group ask for it one by one, and a group may have thousands. So its ranks and its
-    # text are kept here, and all views of one topology share them.
+    # Ranks of one group ask for it one by one, and a group may have thousands. So its ranks are
+    # kept here, and all views of one topology share them.
     _groups: dict[tuple[Sequence[int], ...], tuple[int, ...]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
-    _axes_texts: dict[tuple[int, ...], str] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
@@ -252,19 +249,16 @@ class Topology:
         The text is the same for all these ranks and for every parallel copy of the group. So it
         names a reduction without naming ranks. Ranks that do not form a box are listed one by one.
         """
-        ranks = tuple(ranks)
-        if ranks not in self._axes_texts:
-            coordinates = [self._coordinates[rank] for rank in ranks]
-            # Ranks form a box if they are all combinations of their coordinates.
-            spans = [sorted(set(column)) for column in zip(*coordinates, strict=True)]
-            is_box = sorted(coordinates) == list(itertools.product(*spans))
-            text = "+".join(
-                name if len(span) == size else f"{name}[{','.join(map(str, span))}]"
-                for (name, size), span in zip(self.axes, spans, strict=True)
-                if len(span) > 1
-            )
-            self._axes_texts[ranks] = text if is_box else f"ranks{list(ranks)}"
-        return self._axes_texts[ranks]
+        coordinates = [self._coordinates[rank] for rank in ranks]
+        # Ranks form a box if they are all combinations of their coordinates.
+        spans = [sorted(set(column)) for column in zip(*coordinates, strict=True)]
+        if sorted(coordinates) != list(itertools.product(*spans)):
+            return f"ranks{list(ranks)}"
+        return "+".join(
+            name if len(span) == size else f"{name}[{','.join(map(str, span))}]"
+            for (name, size), span in zip(self.axes, spans, strict=True)
+            if len(span) > 1
+        )
 
     @cached_property
     def _coordinates(self) -> dict[int, tuple[int, ...]]:
