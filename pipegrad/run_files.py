@@ -17,7 +17,7 @@ import secrets
 import shutil
 import stat
 from contextlib import suppress
-from io import BufferedReader, BufferedWriter
+from io import BufferedReader
 from pathlib import Path
 
 from pipegrad.errors import PipegradError, causes_of, in_words, reason
@@ -124,17 +124,6 @@ def _refuse_kind(path: Path, mode: int, expected: int) -> None:
         raise PlantedError(f"{path} is {_KINDS[kind]}, expected {_KINDS[expected]}: remove it")
 
 
-def created(path: Path) -> BufferedWriter:
-    """Makes a file for writing, in a folder that is no link.
-
-    Raises:
-        PlantedError: If the folder is a link.
-        OSError: If it cannot be made, as FileExistsError.
-    """
-    refuse_planted(path.parent)
-    return path.open("xb")  # a link of that name is there already, wherever it leads to
-
-
 def replace(path: Path, content: bytes, permissions: int = 0o666) -> None:
     """Writes a file that takes the place of another one, when it is whole and on the disk.
 
@@ -178,21 +167,6 @@ def make_folder(path: Path) -> None:
     with suppress(FileExistsError):
         path.mkdir(parents=True)
     refuse_planted(path)
-
-
-def empty(folder: Path) -> None:
-    """Removes what is in a folder.
-
-    Raises:
-        PlantedError: If the folder is a link, or of another kind.
-        OSError: If something cannot be removed.
-    """
-    refuse_planted(folder)
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def remove(path: Path) -> None:

@@ -279,7 +279,7 @@ def write(
     head += b" " * (-len(head) % 8)
     head = len(head).to_bytes(8, "little") + head
     crc = zlib.crc32(head)
-    with run_files.created(path) as file:
+    with path.open("xb") as file:  # a link of that name is refused, wherever it leads to
         file.write(head)
         for _, tensor in ordered:
             held = tensor.detach().cpu().contiguous()

@@ -228,8 +228,8 @@ def write_checkpoint(
     def prepare() -> tuple[Mapping[str, Part], dict[str, Any]]:
         parts = collect()
         if is_first:  # no rank writes before it knows that all have come here
-            run_files.make_folder(begun)
-            run_files.empty(begun)
+            run_files.remove(begun)
+            begun.mkdir(parents=True)
         described = {
             key: (part.values.dtype, part.shape, [tuple(each) for each in part.ranges])
             for key, part in parts.items()
