@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from pipegrad import ParameterRecord, Reduction, Topology
+from pipegrad import ParameterRecord, Placement, Reduction, Topology
 from pipegrad_handlers.communication_hook import CommunicationHook
 
 
@@ -21,6 +21,8 @@ class DataParallel(CommunicationHook):
             `CommunicationHook`.
     """
 
+    placement: Placement = Placement.REPLICATE
+
     def __init__(
         self, *, axis: str | None = None, hook: str | Mapping[str, object] | None = None
     ) -> None:
@@ -32,4 +34,4 @@ class DataParallel(CommunicationHook):
     ) -> Iterable[Reduction]:
         """Returns one mean for each parameter. It costs nothing if the dimension has size 1."""
         ranks = topology.ranks_along(self._axis or topology.data)
-        return [Reduction(p, ranks, "mean") for p in parameters]
+        return [Reduction(p, ranks, "mean", self.placement) for p in parameters]

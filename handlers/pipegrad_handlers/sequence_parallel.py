@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import get_args
 
 from pipegrad import GradientHandler, ParameterRecord, Reduction, Topology
 from pipegrad.plugins.handler import Op, matches_any
-from pipegrad_handlers.options import checked_patterns, checked_word, refuse_unmatched
+from pipegrad_handlers.options import checked_patterns, refuse_unmatched
 
 
 class SequenceParallel(GradientHandler):
@@ -33,7 +32,6 @@ class SequenceParallel(GradientHandler):
         axis: str = "tp",
         op: Op = "sum",
     ) -> None:
-        checked_word("op", op, get_args(Op))
         self._parameters = checked_patterns("parameters", parameters)
         self._axis = axis
         self._op: Op = op

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from pipegrad import Placement
+from pipegrad_handlers.data_parallel import DataParallel
 
-from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
 
-
-class Sharded(GradientHandler):
+class Sharded(DataParallel):
     """Averages every gradient over the data-parallel dimension, a shard of the result on each rank.
 
     Use it instead of ``data-parallel``. Half of the traffic runs during and after backward. The
@@ -19,12 +18,7 @@ class Sharded(GradientHandler):
         axis: The mesh dimension; by default all data dimensions of the topology.
     """
 
-    def __init__(self, *, axis: str | None = None) -> None:
-        self._axis = axis
+    placement = Placement.SHARD
 
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
-        """Returns one mean for each parameter. It costs nothing if the dimension has size 1."""
-        ranks = topology.ranks_along(self._axis or topology.data)
-        return [Reduction(p, ranks, "mean", Placement.SHARD) for p in parameters]
+    def __init__(self, *, axis: str | None = None) -> None:
+        super().__init__(axis=axis)
