@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from pipegrad import (
     GradientHandler,
@@ -92,7 +93,6 @@ class Meetings(OuterOptimizer):
         momentum: Its momentum.
 
     Attributes:
-        number: Meetings so far. The same on all ranks.
         met_bytes: Bytes that this rank has averaged so far.
     """
 
@@ -106,7 +106,6 @@ class Meetings(OuterOptimizer):
             key: [step for step in route if step.placement is Placement.REPLICATE]
             for key, route in sync.plan.routes
         }
-        self.number = 0
         self.met_bytes = 0
         self._last = 0  # the steps of the sync until the last meeting
         self._anchors: dict[str, Tensor] = {}  # of the parameters that this rank averages, by key
@@ -157,7 +156,6 @@ class Meetings(OuterOptimizer):
         self._compare()
         tensors_of = self._main_tensors()
         self._last = self._sync.statistics().steps
-        self.number += 1
         for keys in _packs(self._anchors):
             self._average({key: tensors_of[key] for key in keys})
         # All ranks go through the sets of ranks in one order, so they cannot wait in a circle. The
@@ -174,7 +172,6 @@ class Meetings(OuterOptimizer):
         return {
             "outer": self._outer,
             "num_steps": self._num_steps,
-            "number": self.number,
             "tensors": {
                 name: {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
                 for name, tensors in self._kept().items()
@@ -188,7 +185,6 @@ class Meetings(OuterOptimizer):
             ValueError: If it is not such a state, or was saved with another outer step.
         """
         if not state:
-            self.number = 0
             return
         # With another `every` the run would not end with a meeting, because its steps before count.
         if state["outer"] != self._outer:
@@ -203,7 +199,6 @@ class Meetings(OuterOptimizer):
             for key, tensor in tensors.items():
                 tensor.copy_(saved[key])
         self._last = self._sync.statistics().steps - int(state["num_steps"])
-        self.number = int(state["number"])
 
     def _kept(self) -> dict[str, dict[str, Tensor]]:
         """Returns the tensors of a state, by name and key."""
@@ -243,13 +238,18 @@ class Meetings(OuterOptimizer):
         flat = torch.cat(ways)
         dist.all_reduce(flat, group=self._sync.group(self._ranks))
         means = flat.div_(len(self._ranks)).split([way.numel() for way in ways])
-        for (key, tensor), anchor, mean in zip(tensors.items(), anchors, means, strict=True):
-            # As `torch.optim.SGD` with ``nesterov=True``.
-            gradient = mean.view(anchor.shape)
-            if self._momentum:
-                momentum = self._momenta[key].mul_(self._momentum).add_(gradient)
-                gradient = gradient.add(momentum, alpha=self._momentum)
-            anchor.add_(gradient, alpha=-self._lr)
+        sgd(
+            anchors,
+            [mean.view(anchor.shape) for mean, anchor in zip(means, anchors, strict=True)],
+            [self._momenta.get(key) for key in tensors],
+            weight_decay=0.0,
+            momentum=self._momentum,
+            lr=self._lr,
+            dampening=0.0,
+            nesterov=True,
+            maximize=False,
+        )
+        for tensor, anchor in zip(tensors.values(), anchors, strict=True):
             tensor.copy_(anchor)
         self.met_bytes += flat.nbytes
 

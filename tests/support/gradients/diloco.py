@@ -151,7 +151,8 @@ class Trainer:
         return same(weights[rank()], weights[rank() ^ 1])
 
     def have_met(self) -> tuple[int, bool]:
-        return meetings_of(self.sync).number, self.are_equal()
+        meetings = meetings_of(self.sync)
+        return meetings._last // meetings._every, self.are_equal()
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
