@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from pipegrad.schedules import Schedule, ScheduleGenerator
 from pipegrad.schedules.builtin.eager import EagerOneForwardOneBackward
 from pipegrad.simulation.choose import Candidate, Choice, choose, merged_stages
 from pipegrad.simulation.costs import Costs, Network, StageCosts
+from tests.support.distributions import write_distribution
 
 MIB = 2**20
 STAGE = StageCosts(
@@ -176,20 +178,23 @@ def test_every_candidate_that_is_refused_says_why() -> None:
     }
 
 
-def test_plug_ins_are_candidates_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Theirs(EagerOneForwardOneBackward):
-        def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
-            made = super().generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
-            return replace(made, name="theirs")
+class Theirs(EagerOneForwardOneBackward):
+    def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
+        made = super().generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
+        return replace(made, name="theirs")
 
-    class Needy(ScheduleGenerator):
-        def __init__(self, *, depth: int) -> None: ...
 
-        def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
-            raise NotImplementedError
+class Needy(ScheduleGenerator):
+    def __init__(self, *, depth: int) -> None: ...
 
-    monkeypatch.setitem(schedules.registry._registered, "a-theirs", Theirs)
-    monkeypatch.setitem(schedules.registry._registered, "needy", Needy)
+    def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
+        raise NotImplementedError
+
+
+def test_plug_ins_are_candidates_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = {"a-theirs": f"{__name__}:Theirs", "needy": f"{__name__}:Needy"}
+    write_distribution(tmp_path, "theirs", entry_points=points, group=schedules.registry.group)
+    monkeypatch.syspath_prepend(tmp_path)
     choice = chosen(network=SLOW)
     # It is eager-1f1b, under a name that comes first.
     assert choice.best.name == "a-theirs"
