@@ -165,7 +165,7 @@ def by_trainer() -> tuple[Step, Close]:
 
 
 def by_bucketer() -> tuple[Step, Close]:
-    """Sums are in flight when the script ends."""
+    """Sums are open when the script ends."""
     bucketer = Bucketer(capacity_bytes=2**14)
 
     def step(during: Callable[[], None]) -> None:

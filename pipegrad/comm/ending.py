@@ -6,7 +6,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -40,7 +40,6 @@ class Ending:
         owner: The object that owns the threads and groups; a weak reference.
         threads: The threads. The collection may change until they are ended.
         groups: Process groups that only the owner uses. They are destroyed. The list may change.
-        used: Process groups of others that the threads use.
         is_local: Whether a group can be destroyed without other ranks, as on gloo.
         is_idle: Returns whether no collective is in flight that was launched without a thread.
 
@@ -54,14 +53,12 @@ class Ending:
         *,
         threads: Collection[Thread] = (),
         groups: list[dist.ProcessGroup] | None = None,
-        used: Iterable[dist.ProcessGroup] = (),
         is_local: bool = True,
         is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
         self.in_vain = False
         self._threads = threads
         self._groups = [] if groups is None else groups
-        self._used = used
         self._is_local = is_local
         self._is_idle = is_idle
         self._process = os.getpid()
@@ -79,12 +76,12 @@ class Ending:
 
         Waits for collectives in flight, unless that is in vain.
         """
-        self._end(destroy=True, at_exit=False)
+        self._end(destroy=True)
 
-    def _end_by_itself(self, *, at_exit: bool = False) -> None:
-        self._end(destroy=self._is_local, at_exit=at_exit)
+    def _end_by_itself(self) -> None:
+        self._end(destroy=self._is_local)
 
-    def _end(self, *, destroy: bool, at_exit: bool) -> None:
+    def _end(self, *, destroy: bool) -> None:
         # A forked process has a copy of this object, but not the threads and connections.
         if _waiting.pop(id(self), None) is None or os.getpid() != self._process:
             return
@@ -93,8 +90,7 @@ class Ending:
             release()
         for thread in self._threads:
             thread.stop()
-        # Threads come first, then groups: a thread may be inside a collective of a group. The
-        # groups of others are cut at exit only, since others may still use them before.
+        # Threads come first, then groups: a thread may be inside a collective of a group.
         grace = 0.0 if self.in_vain else _GRACE_SECONDS
         interrupt: KeyboardInterrupt | None = None
         try:
@@ -103,7 +99,7 @@ class Ending:
         except KeyboardInterrupt as error:
             has_ended, interrupt = False, error
         if not has_ended and self._is_local:
-            for group in [*self._groups, *(self._used if at_exit else ())]:
+            for group in self._groups:
                 cut(group)
             self._wait(_CUT_SECONDS)
         while self._groups and destroy:
@@ -137,7 +133,7 @@ _waiting: dict[int, Ending] = {}
 def _at_exit() -> None:
     # A dictionary keeps the order of insertion. What was made last may use what was made earlier.
     for ending in reversed(list(_waiting.values())):
-        ending._end_by_itself(at_exit=True)
+        ending._end_by_itself()
 
 
 def set_all_in_vain() -> None:

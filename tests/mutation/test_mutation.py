@@ -22,7 +22,7 @@ from tests.support.ordering.uses import uses
 from tests.support.pairwise import everything
 
 TIMEOUT_SECONDS = 20.0
-WAITING = ("Reducer.wait", "Reducer.wait_for", "Bucketer._finish")  # who waits for a Ticket
+WAITING = ("Reducer.wait", "Reducer.wait_for")  # who waits for a Ticket
 HANGS = "it hangs"
 TABLE = Path(__file__).with_name("killers.json")
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.optim import optimizer as optimizers
 
-from pipegrad import Bucketer, GradientSync, MainGrad, Topology
+from pipegrad import GradientSync, MainGrad, Topology
 from pipegrad.comm import agreement, ending, failures
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.ending import Ending, cut
@@ -186,7 +186,7 @@ def test_a_closed_one_refuses_every_verb_and_leaves_gradients_alone() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_groups_bucketers_and_agreements_leave_nothing() -> None:
+def test_groups_and_agreements_leave_nothing() -> None:
     # Neither abort() nor destroying it does, on gloo.
     group = dist.new_group([0, 1])
     if rank() == 0:
@@ -196,17 +196,6 @@ def test_groups_bucketers_and_agreements_leave_nothing() -> None:
         assert outcome(work.wait).startswith("RuntimeError")
     dist.barrier()
     dist.destroy_process_group(group)
-    # A dropped bucketer leaves no thread.
-    freeze()
-    for number in range(8):
-        bucketer = Bucketer()
-        bucketer.all_reduce(torch.ones(4), callback=lambda _: None)
-        bucketer.flush()
-        if number % 2:
-            bucketer.release()
-        del bucketer
-        gc.collect()
-        assert not any(t.name == "pipegrad bucketer" for t in threading.enumerate())
     # Agreements leave no keys.
     # Each left five in the store.
     counts = []

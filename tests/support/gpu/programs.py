@@ -314,7 +314,7 @@ TWINS: dict[str, Twin] = {
 }
 _RANKS = "needs ranks: tests/support/ordering/programs.py; on a card test_ranks_on_one_card.py"
 ELSEWHERE = {  # the file of sites -> why they have no twin here
-    **dict.fromkeys(("bucketer", "collective", "header", "reduce", "staging", "transfer"), _RANKS),
+    **dict.fromkeys(("collective", "header", "reduce", "transfer"), _RANKS),
     **dict.fromkeys(("clocks", "links"), "measures: tests/support/ordering/programs.py"),
 }
 

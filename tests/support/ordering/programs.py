@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology
+from pipegrad import GradientSync, Scheduler, Stage, Topology
 from pipegrad.comm import collectives
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
@@ -388,50 +388,6 @@ def met_late(checker: OrderChecker) -> Any:
         sync.finish()
         sync.close()
     return grads(module)
-
-
-@program(True)
-def sums(checker: OrderChecker) -> Any:
-    """Inputs from two streams, callbacks on a third; buckets that fill, overflow and are reused."""
-    bucketer, found = Bucketer(capacity_bytes=64), list[tuple[str, list[float]]]()
-    inputs = {name: torch.ones(numel) for name, numel in (("fits", 4), ("large", 40))}
-    made = checker.record(CPU)
-    for stream in ("a", "b", "c"):
-        with checker.on(stream):
-            checker.wait(made, CPU)  # the inputs are the caller's to order
-    for turn in range(3):
-        for stream, name in (("a", "fits"), ("b", "fits"), ("a", "large"), ("b", "fits")):
-            with checker.on(stream):
-                take = partial(taken, found, f"{turn} {stream} {name}")
-                bucketer.reduce_scatter(inputs[name].chunk(2), callback=take)
-                bucketer.all_reduce(inputs[name], callback=take)
-        with checker.on("c"):
-            bucketer.flush()
-        with checker.on("a"):
-            torch.ones(1)  # may get memory of "a" that "c" has freed
-    bucketer.release()
-    return sorted(found) == sorted(expected_sums()) or found
-
-
-def taken(found: list[tuple[str, list[float]]], name: str, result: torch.Tensor) -> None:
-    result.mul_(2)
-    found.append((name, (result + 0).tolist()))
-
-
-def expected_sums() -> list[tuple[str, list[float]]]:
-    calls = (("a", "fits", 4), ("b", "fits", 4), ("a", "large", 40), ("b", "fits", 4))
-    return [
-        (f"{turn} {stream} {name}", [4.0] * size)
-        for turn in range(3)
-        for stream, name, numel in calls
-        for size in (numel // 2, numel)
-    ]
-
-
-@program(True)
-def sums_inline(checker: OrderChecker) -> Any:
-    with mock.patch.object(collectives, "blocks_host", return_value=False):
-        return sums(checker)
 
 
 PIPELINED = [[24.0, 12.0, 12.0], [48.0, 24.0, 24.0]]  # the loss, the gradient of a weight
