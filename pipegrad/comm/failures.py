@@ -37,8 +37,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,7 +53,6 @@ from pipegrad.errors import (
     Raised,
     ReduceError,
     StallError,
-    StepError,
     following,
     root_of,
     said,
@@ -162,23 +160,6 @@ class FailureNotice:
         if (message := self.read()) is not None:
             raise elsewhere(kind, message)
 
-    def refuse(self, message: str) -> None:
-        """Posts that a verb of this step was refused on this rank. Its caller may try again."""
-        if dist.is_initialized():
-            store().set(f"{self._key}/refused", f"rank {dist.get_rank()}: {message}")
-
-    def withdraw(self) -> None:
-        """Removes the message of `refuse`."""
-        if dist.is_initialized():
-            store().set(f"{self._key}/refused", "")
-
-    def read_refusal(self) -> str | None:
-        """Returns the latest message of `refuse` in this step, from any rank, or None."""
-        key = f"{self._key}/refused"
-        if not dist.is_initialized() or not store().check([key]):
-            return None
-        return store().text(key) or None
-
     def read(self) -> str | None:
         """Returns the first message that any rank posted in this step, or None.
 
@@ -234,10 +215,6 @@ class FailedSteps:
         self._drain = drain
         self._final: BaseException | None = None
         self._doubt: BaseException | None = None  # of a step whose collectives may still run
-        # All ranks must call `next_step` once a step, whether the step fails before it begins, in
-        # it, or not at all. These two flags say who has called it for the present step.
-        self._counted = False  # `begin` has
-        self._refused = False  # `refusing` has, before `begin`; or a verb was refused in the step
 
     @property
     def step(self) -> int:
@@ -295,39 +272,9 @@ class FailedSteps:
                 )
             ) from self._final
 
-    @contextmanager
-    def refusing(self, *, begins: bool) -> Iterator[None]:
-        """Posts a refusal if a verb raises a StepError inside; withdraws it after a success.
-
-        A refused verb has changed nothing, so its caller may try again. Other ranks already wait
-        for this rank. With the post, their error can name the reason when their wait is too long.
-
-        Args:
-            begins: Whether the verb begins a step.
-        """
-        try:
-            yield
-        except StepError as error:
-            # The steps of all ranks have one numbering. The ranks that were not refused have turned
-            # to the next step, also where the present one only accumulates and was not finished.
-            if (begins or not self._counted) and not self._refused:
-                self._notice.next_step()
-            self._refused = True
-            self._notice.refuse(f"{type(error).__name__}: {error}")
-            raise
-        if self._refused:
-            self._refused = False
-            self._notice.withdraw()
-
     def begin(self) -> None:
-        """Begins a step."""
-        if not self._refused:  # `refusing` has counted the step already
-            self._notice.next_step()
-        self._counted = True
-
-    def end(self) -> None:
-        """Ends a step that did not fail."""
-        self._counted = False
+        """Begins a step. All ranks call it, or `post` for a step that fails before, once a step."""
+        self._notice.next_step()
 
     def post(self, error: BaseException, *, begins: bool, final: bool) -> str | None:
         """Posts for the other ranks that a step failed on this rank.
@@ -340,9 +287,8 @@ class FailedSteps:
         Returns:
             As `cause`.
         """
-        if begins and not self._refused:
+        if begins:
             self._notice.next_step()
-        self._counted = self._refused = False
         # An interrupt may come during the messages below. This rank must remember the failure then.
         self._doubt = error
         if final:

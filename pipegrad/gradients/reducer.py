@@ -23,7 +23,7 @@ from pipegrad.comm.failures import FailureNotice, elsewhere, told
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import LateWork, Work
 from pipegrad.comm.waits import look
-from pipegrad.errors import ReduceError, ends_in_words, following
+from pipegrad.errors import ReduceError, ends_in_words
 from pipegrad.gradients.bucket_memory import BucketMemory, FlatBuffer
 from pipegrad.gradients.reductions import StepBucket
 from pipegrad.gradients.tie_exchange import PairSum, rows_of
@@ -33,7 +33,6 @@ from pipegrad.plugins.handler import GradientHandler, ReductionStep
 
 _POLL_SECONDS = 0.2
 _HOST_POLL_SECONDS = 5e-5
-_REFUSED_SECONDS = 5.0  # after a verb was refused on another rank, which may call it again
 
 INBOX_FREE = sync_points.Wait(
     "reduce.inbox-free", "fresh memory may still be in use on its own stream"
@@ -52,15 +51,12 @@ class _Step:
         complete: Buckets.
         ending: Buckets with a reduction whose wait was put off.
         has_given_up: Whether the step has failed on this rank.
-        refusal: The message of another rank, seen first at `refused_since`.
     """
 
     queues: list[deque[Launch]]
     complete: set[int] = field(default_factory=set)
     ending: set[int] = field(default_factory=set)
     has_given_up: bool = False
-    refusal: str | None = None
-    refused_since: float = 0.0
 
 
 class Reducer:
@@ -418,21 +414,10 @@ class Reducer:
             work.wait()  # raises its error
 
     def _raise_peer_failure(self) -> None:
-        """Raises an error if another rank has failed, or was refused a verb and calls no more."""
+        """Raises an error if another rank has failed."""
         look()
-        step = self._step
         # After a failure, all ranks launch everything that is left, so waits end. Only a final
         # failure is a reason to stop waiting then.
-        message = self.notice.read_final() if step.has_given_up else self.notice.read()
-        if message is not None:
+        gave_up = self._step.has_given_up
+        if (message := self.notice.read_final() if gave_up else self.notice.read()) is not None:
             raise elsewhere(ReduceError, message)
-        if step.has_given_up:
-            return
-        # A rank that refused a verb may call it again in the next moment. So a refusal must stay
-        # for some seconds before it ends the wait; a failure ends it at once.
-        refusal, now = self.notice.read_refusal(), time.monotonic()
-        if refusal is None or refusal != step.refusal:
-            step.refusal, step.refused_since = refusal, now
-        elif now - step.refused_since > _REFUSED_SECONDS:
-            words = f"this rank waits for one that does not go on: {refusal}"
-            raise following(ReduceError(words))

@@ -206,16 +206,14 @@ class Step(Parts):
                 any gradient and the divisor is None, if the divisor is None and that of accumulated
                 steps is a number, or the reverse, if a parameter is not as the ranks agreed, if
                 a parameter was changed after `publish`, or if gradients of this step are already
-                sent. Then try again soon: other ranks wait for some seconds.
+                sent. Then call it again: other ranks wait for this one.
             ReduceError: If an earlier step failed in a comm stream, so this rank cannot go on.
         """
         with self.bounded("prepare()"):
             self.refuse_closed()
             if self._state is State.OPEN and any(b.has_final for b in self._buckets.values()):
                 self._state = State.LEAVING
-            # In LEAVING this verb begins no step, and other ranks are in the present one.
-            with self._failures.refusing(begins=self._state is not State.LEAVING):
-                self._prepare(divisor)
+            self._prepare(divisor)
 
     def _prepare(self, divisor: float | None) -> None:
         self._look_for_half_made()
@@ -401,23 +399,20 @@ class Step(Parts):
     def _finish(self, divisor: torch.Tensor | None) -> bool:
         """Ends a step; returns whether copies must be compared."""
         if self._is_accumulating and self._state is not State.CLOSED:
-            with self._failures.refusing(begins=False):
-                if divisor is not None:
-                    raise StepError(
-                        "finish() inside accumulate() takes no divisor: give that of all "
-                        "accumulated steps to the last finish()"
-                    )
-            self._failures.end()
+            if divisor is not None:
+                raise StepError(
+                    "finish() inside accumulate() takes no divisor: give that of all accumulated "
+                    "steps to the last finish()"
+                )
             return False
         self._check("finish")
-        with self._failures.refusing(begins=False):
-            if waiting := sorted(self._open.waiting):
-                raise StepError(f"finish() before stage_final() of stages {waiting}")
-            if self._open.divides_late != (divisor is not None):
-                raise StepError(
-                    "one of prepare() and finish() takes the divisor: give it to finish() if it "
-                    "was None in prepare(), and only then"
-                )
+        if waiting := sorted(self._open.waiting):
+            raise StepError(f"finish() before stage_final() of stages {waiting}")
+        if self._open.divides_late != (divisor is not None):
+            raise StepError(
+                "one of prepare() and finish() takes the divisor: give it to finish() if it was "
+                "None in prepare(), and only then"
+            )
         try:
             # Before the wait: other ranks may already wait for this one, and `abort` posts the
             # reason for them. Behind it, they could take sums that lack a gradient.
@@ -458,7 +453,6 @@ class Step(Parts):
             exposed_seconds += self._parameter_sync.blocked_seconds
             self._parameter_sync.expect()
         self._watch.expect(has_gradients=True)
-        self._failures.end()
         launched = self._reducer.num_launched
         assert launched == len(self.plan.launches)
         self._statistics = Statistics(
@@ -546,11 +540,10 @@ class Step(Parts):
             StepError: Inside a step that reduces gradients.
         """
         if self.is_in_step and not self._open.accumulates:
-            with self._failures.refusing(begins=False):
-                raise StepError(
-                    "drop_gradients() inside a step, which other ranks are in, too: call it after "
-                    "finish(); or give up the step on all ranks, by abort()"
-                )
+            raise StepError(
+                "drop_gradients() inside a step, which other ranks are in, too: call it after "
+                "finish(); or give up the step on all ranks, by abort()"
+            )
         self._drop()
 
     def _drop(self) -> None:

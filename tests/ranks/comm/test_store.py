@@ -68,13 +68,11 @@ def test_the_notice_of_a_failure_is_refused() -> None:
     if rank() == 1:
         store().raw.set("pipegrad/failed/forged/last", "0")
         store().raw.set("pipegrad/failed/forged/0", "rank 1: it failed")
-        store().raw.set("pipegrad/failed/forged/0/refused", "rank 1: it was refused")
     agree("it is written", rank)
     for read in (
         notice.read,
         notice.last_failed,
         notice.refuse_failed,
-        notice.read_refusal,
         lambda: notice.post("another"),
     ):
         assert outcome(read).startswith(OTHER)

@@ -32,6 +32,7 @@ from tests.support.gradients.cases import (
     DATA,
     SHARED,
     give,
+    grads,
     outcome,
     rank,
     replicated,
@@ -231,24 +232,29 @@ def test_alone_an_exit_is_an_error_too() -> None:
     assert told(lambda: agree("a thing", leave)) == "AgreementError: a thing failed: SystemExit: 0"
 
 
-@pytest.mark.ranks(2)
-def test_a_verb_that_one_rank_is_refused_does_not_hold_the_others() -> None:
+@pytest.mark.ranks(2, ends_world=True)
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_others_wait_for_a_rank_that_is_refused_a_verb_until_the_time_is_over(
+    goes_on: bool,
+) -> None:
     """Issue 16, point 10 (2.3): the other rank waited as long as the process lived."""
-    module, sync = made()
+    module, sync = made(step_timeout_seconds=30.0 if goes_on else 2.0)
     sync.prepare()
     give(module, a=1.0)
-    if rank() == 1:
-        sync.stage_final(1)
-    refused = told(sync.finish)
-    waits = "ReduceError: this rank waits for one that does not go on: rank 0: "
-    assert refused.startswith("StepError: " if rank() == 0 else waits)
-    assert "finish() before stage_final()" in refused
-    agree("until the other is done", str)
     if rank() == 0:
-        refused = told(lambda: (sync.stage_final(0), sync.finish()))
-        assert refused.startswith("ReduceError: a step failed on another rank: rank 1: ")
-    module.zero_grad()
-    assert step(sync, module, a=3.0) == {"a": [6.0]}
+        refused = told(sync.finish)
+        assert refused.startswith("StepError: finish() before stage_final()")
+        if goes_on:
+            sync.stage_final(0)
+    else:
+        sync.stage_final(1)
+    if goes_on:
+        sync.finish()
+        assert grads(module) == {"a": [2.0]}
+    elif rank() == 1:
+        assert told(sync.finish).startswith("StallError: rank 0 was outside of pipegrad (")
+    else:
+        time.sleep(6.0)
 
 
 @pytest.mark.ranks(2)
