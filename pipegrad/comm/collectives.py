@@ -134,7 +134,10 @@ def reduce_scatter(
     output, shards = real(output), list(map(real, shards))
     common = None if common is None else real(common)
     if is_gloo(output, group):
-        exchange(output, shards, group, common, wide)
+        if common is not None:
+            # A copy: `common` is sent to all ranks while the sum is written into it.
+            _exchange_shards(common, [common.clone()] * len(shards), group, COMMON, wide)
+        _exchange_shards(output, shards, group, SHARDS, wide)
         return
     if wide is not None:
         _reduce_scatter_wide(output, shards, group, common, wide)
@@ -350,20 +353,6 @@ class WideSum:
         for part in parts:
             total.add_(part)
         output.copy_(total.div_(self.divisor))
-
-
-def exchange(
-    output: torch.Tensor,
-    shards: Sequence[torch.Tensor],
-    group: dist.ProcessGroup | None,
-    common: torch.Tensor | None,
-    wide: WideSum | None,
-) -> None:
-    """Sums shards by messages; the arguments are those of `collectives.reduce_scatter`."""
-    if common is not None:
-        # A copy: `common` is sent to all ranks while the sum is written into it.
-        _exchange_shards(common, [common.clone()] * len(shards), group, COMMON, wide)
-    _exchange_shards(output, shards, group, SHARDS, wide)
 
 
 def _exchange_shards(

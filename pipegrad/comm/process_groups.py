@@ -14,7 +14,6 @@ import torch.distributed as dist
 from pipegrad.comm.activity import Activity
 from pipegrad.comm.agreement import AGREE_SECONDS, collective_timeout, slow_seconds
 from pipegrad.comm.collectives import (
-    all_reduce,
     backend_of,
     blocks_host,
     broadcast_chain,
@@ -27,7 +26,6 @@ from pipegrad.comm.waits import ended
 from pipegrad.comm.watch import Bounded, watch
 
 T = TypeVar("T")
-_CPU = torch.device("cpu")
 
 
 class Groups:
@@ -57,7 +55,6 @@ class Groups:
         device: torch.device,
         chains: Collection[tuple[int, ...]] = (),
     ) -> None:
-        self._device = device
         self._ranks, self._index = sorted(ranks), sorted(ranks).index(rank)
         self.world: dist.ProcessGroup | None = None
         self.joined: list[dist.ProcessGroup] = []
@@ -102,32 +99,29 @@ class Groups:
         """Returns the rows of all ranks, by ascending rank: ``(ranks, numel)``.
 
         Args:
-            row: Of this rank, ``(numel,)``, of the same dtype on all ranks.
+            row: Of this rank, ``(numel,)``, of the same dtype on all ranks, on the device or on
+                the host.
 
-        Sync: on the current stream; a few numbers to all ranks.
+        Sync: on the current stream, of a row on the host the host; a few numbers to all ranks.
         """
         # Each rank adds its row to zeros, so every bit stays, also of nan and infinity.
         rows = row.new_zeros(len(self._ranks), row.numel())
         rows[self._index] = row
-        if self.world is not None:
+        group = self.world if self.host is None or not row.is_cpu else self.host
+        if group is not None:
             with Activity("the numbers of all ranks", self._ranks):
-                if is_gloo(row, self.world):
-                    to_all(rows, row, self.world).wait()
+                if is_gloo(row, group):
+                    to_all(rows, row, group).wait()
                 else:
-                    dist.all_reduce(rows, group=self.world)
+                    dist.all_reduce(rows, group=group)
         return rows
 
     def is_anywhere(self, flag: bool) -> bool:
         """Returns True if `flag` is set on any rank; every rank must call it.
 
-        Sync: one all-reduce over all ranks, on the host where there is a group for it.
+        Sync: on the host, as `gather`.
         """
-        group, device = (self.world, self._device) if self.host is None else (self.host, _CPU)
-        values = torch.full((), float(flag), device=device)
-        if group is not None:
-            with Activity("a flag of all ranks", self._ranks):
-                all_reduce(values, group, dist.ReduceOp.MAX)
-        return bool(values)
+        return bool(self.gather(torch.full((1,), float(flag), device="cpu")).any())
 
     def forget(self) -> None:
         """Drops the references to all groups, after they were destroyed."""

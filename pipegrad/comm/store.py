@@ -32,6 +32,7 @@ T = TypeVar("T")
 STORE_KEY = "PIPEGRAD_STORE_KEY"  # the variable with the key of a launch
 LOOPBACK = "127.0.0.1"
 _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 2e-4, 0.05  # between two looks of a wait
+_MOST_WAIT = timedelta(minutes=10)
 _MARK = b"pipegrad signed "
 _HEAD = len(_MARK) + 32
 _PIECES = b"pipegrad pieces "
@@ -95,15 +96,12 @@ class SignedStore:
         """Returns True if all of these have a value."""
         return self._asked(lambda: self.raw.check(list(keys)))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta = _MOST_WAIT) -> None:
         """Waits until all of these have a value.
 
         Raises:
             dist.DistStoreError: If they do not in time.
         """
-        if timeout is None:
-            ended(lambda: self.raw.wait(list(keys)))
-            return
         # A wait of torch that ends by its timeout writes lines to stderr.
         deadline, pause = time.monotonic() + timeout.total_seconds(), _LEAST_PAUSE_SECONDS
         while not self.check(keys):

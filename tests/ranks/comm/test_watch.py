@@ -88,7 +88,7 @@ def test_a_rank_that_stays_away_ends_the_job_on_all_ranks_with_one_report() -> N
     assert "in forward); other ranks wait for it." in cause
     board = store()  # the groups of a job that has ended are of no use
     board.set(f"shown {rank()}", shown.getvalue())
-    board.wait([f"shown {at}" for at in range(3)])
+    board.raw.wait([f"shown {at}" for at in range(3)])
     (text,) = filter(None, (board.text(f"shown {at}") for at in range(3)))
     lines = text.splitlines()
     assert lines[0] == cause
