@@ -393,19 +393,17 @@ def sums(num_ranks: int) -> Sequence[Any]:
     ]
 
 
-def bucketed(
-    device: torch.device, other: torch.device, capacity_bytes: int, num_streams: int = 3
-) -> Any:
-    """Eight reduce-scatters and as many all-reduces, in turns on two devices."""
+def bucketed(device: torch.device, other: torch.device, capacity_bytes: int) -> Any:
+    """Eight reduce-scatters and as many all-reduces, in turns on two devices, on one stream."""
     bucketer, size = Bucketer(capacity_bytes=capacity_bytes), dist.get_world_size()
     found: dict[tuple[str, int], torch.Tensor] = {}
 
     def keep(kind: str, call: int) -> Callable[[torch.Tensor], object]:
         return lambda result: found.update({(kind, call): result.clone()})
 
-    for call in range(8):
-        where, mine = (device, other)[call % 2], rank() + 1.0
-        with beside(device, call % num_streams):
+    with beside(device, 1):
+        for call in range(8):
+            where, mine = (device, other)[call % 2], rank() + 1.0
             rows = [
                 torch.full((10 + call,), mine * (row + 1) + call, device=where)
                 for row in range(size)
@@ -413,7 +411,7 @@ def bucketed(
             bucketer.reduce_scatter(rows, callback=keep("scatter", call))
             alike = torch.full((2, 5 + call), mine + call, device=where)
             bucketer.all_reduce(alike, callback=keep("all", call))
-    bucketer.flush()
+        bucketer.flush()
     at_rest(device)
     assert {tuple(x.shape) for (kind, _), x in found.items() if kind == "all"} == {
         (2, 5 + call) for call in range(8)
@@ -445,9 +443,8 @@ def bucketer_on_two_devices(device: torch.device) -> Any:
 
 @case(lambda n: [(found, []) for found in sums(n)], 2)
 def bucketer_checked(device: torch.device) -> Any:
-    """On one stream: else a bucket's memory is freed where it began, ahead of its next use only."""
     with OrderChecker(virtual_streams=False) as checker:
-        found = bucketed(device, device, 1024, 1)
+        found = bucketed(device, device, 1024)
     return found, list(map(str, checker.violations))
 
 
