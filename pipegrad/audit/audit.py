@@ -10,9 +10,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pipegrad.audit.causes import NOT_KNOWN, STALE
 from pipegrad.audit.checks import Names, Reply, check_ranks, checked, copied, match
 from pipegrad.audit.dropout import Without
 from pipegrad.audit.judge import Judge, Verdict
@@ -42,10 +40,8 @@ _NO_GROUP = (
     "there is no process group: run `pipegrad audit FILE.py:function`, which starts ranks; or call "
     "this in ranks of torchrun, after torch.distributed.init_process_group"
 )
-_ROUNDING = 64.0  # factor of the rounding of two runs
 _MAKER = "a function of the uncut model that makes one"
 _TABLE = "a table of name -> function"
-_VARIANT = "a function that returns an audit, under a name"
 _USED = (
     "its optimizer has stepped in this audit before, and goes on with its state: make modules, "
     "optimizer and schedule anew in the function"
@@ -56,6 +52,8 @@ _USED = (
 class Audit:
     """A pipeline's training step, beside the model of one process. `run` compares them.
 
+    The first step that is wrong is the last one: mend it, and audit again.
+
     Every rank makes one, with what it holds, and calls `run`. Afterwards parameters and optimizers
     have stepped, so train with new ones.
 
@@ -63,8 +61,8 @@ class Audit:
         step: ``step(inputs, target)`` is one whole training step of this rank on the batch of its
             replica: gradients to zero, microbatches, reductions, clipping, optimizer. It may return
             the loss, a list of losses of microbatches, a tuple whose first value is one of these,
-            or ``{"loss": ..., "grad_norm": ...}``. It is called once for each batch, and after a
-            right audit once more with the last one.
+            or ``{"loss": ..., "grad_norm": ...}``. It is called once for each batch, and twice if
+            there is one batch alone: a stale gradient shows in the second step.
         modules: What this rank holds: the modules of its stages. DistributedDataParallel, FSDP2,
             compiled modules and DTensors are known.
         model: The uncut model, on every rank, with the same names or the same values.
@@ -120,7 +118,7 @@ class Audit:
         """Runs steps and compares them with one process. All ranks must call it.
 
         Args:
-            steps: How many; by default one for each batch.
+            steps: How many; by default one for each batch, and two for a batch alone.
             tolerance: Of a gradient: norm of the difference, divided by the norm of the right one,
                 or by 1/1000 of the norm of all gradients if that is larger. By default it is
                 derived: 32 x eps x sqrt(targets) for the rounding of float32, and 4 times the error
@@ -164,11 +162,6 @@ class Audit:
             ("optimizer", self.optimizer, _MAKER, has_maker),
             ("variants", self.variants, _TABLE, isinstance(self.variants, Mapping)),
         ]
-        changes: Any = self.variants
-        variants: Mapping[object, object] = changes if isinstance(changes, Mapping) else {}
-        for name, change in variants.items():
-            is_right = isinstance(name, str) and callable(change)
-            kinds.append((f"the variant {name!r}", change, _VARIANT, is_right))
         wrong = [
             f"{name} is {type(value).__name__}, expected {expected}"
             for name, value, expected, is_right in kinds
@@ -206,7 +199,6 @@ class _Run:
         owners: WeakKeyDictionary[Optimizer, _Run],
     ) -> None:
         self._audit, self._owners, self._options = audit, owners, (steps, tolerance)
-        self._last: Seen
 
         def prepare() -> tuple[tuple[list[Batch], Names, nn.Module], Reply]:
             batches = checked(audit, steps, tolerance)
@@ -223,32 +215,24 @@ class _Run:
             self._model, audit.clip_norm, tolerance, audit.autocast, audit.optimizer
         )
         self._without = Without(part for own in audit.held for part in own.modules())
-        self._first = self._saved()
+        self._first = [tensor.detach().clone() for tensor in self._tensors()]
 
     def report(self) -> Report:
-        """Runs all steps, and a right one again; returns what was found."""
-        begin, number, saved = time.monotonic(), 0, self._first
-        findings, gradients = list[Finding](), list[Gradient]()
+        """Runs steps until one is wrong; returns what was found."""
+        begin, number = time.monotonic(), 0
+        findings, gradients, notes = list[Finding](), list[Gradient](), list[str]()
         for number, batch in enumerate(self._batches, 1):
-            saved = self._saved()
-            new, gradients = self._judged(batch, number)
-            findings += new
-            if new:
-                # Other steps may show other causes. They begin with equal copies again. The state
-                # of optimizers is not restored.
-                self._restore(saved)
-            if any(finding.cause == NOT_KNOWN.words for finding in new):
-                break  # the causes of later steps would say nothing
-        if not findings:
-            findings = self._repeated(self._batches[-1], saved)
-
-        def made() -> tuple[tuple[Finding, ...], tuple[str, ...], tuple[Gradient, ...]]:
-            notes = (*self._notes, *self._judge.notes.values())
-            return merged(findings), notes, tuple(gradients)
-
-        found, notes, worst = _on_rank_0("the report", made)
-        seconds = time.monotonic() - begin
-        return Report(found, notes, worst, number, dist.get_world_size(), seconds)
+            (findings, gradients), notes = self._judged(batch, number)
+            if findings:
+                break  # a later step would begin with what this one has left
+        return Report(
+            merged(findings),
+            (*self._notes, *notes),
+            tuple(gradients),
+            number,
+            dist.get_world_size(),
+            time.monotonic() - begin,
+        )
 
     def beside(
         self, name: str, change: Callable[[], Audit], usual: Report
@@ -258,7 +242,7 @@ class _Run:
         Raises:
             PlanError: If a step fails.
         """
-        self._restore(self._first)
+        self._restore()
         other, refusal = _made(name, change)
         if other is None:
             return Variant(name, f"refused: {refusal}"), (), ()
@@ -279,17 +263,18 @@ class _Run:
         new = tuple(f"{name}: {note}" for note in report.notes if note not in usual.notes)
         return variant, findings, new
 
-    def _judged(self, batch: Batch, number: int) -> Verdict:
-        """Runs a step on all ranks; returns what rank 0 finds in it, on all ranks."""
-        audit, self._last = self._audit, self._seen(batch)
-        every = [self._last] * dist.get_world_size()
-        dist.gather_object(self._last, None if dist.get_rank() else every, dst=0)
+    def _judged(self, batch: Batch, number: int) -> tuple[Verdict, list[str]]:
+        """Runs a step on all ranks; returns the verdict and all notes of rank 0, on all ranks."""
+        audit, seen = self._audit, self._seen(batch)
+        every = [seen] * dist.get_world_size()
+        dist.gather_object(seen, None if dist.get_rank() else every, dst=0)
 
-        def compare() -> Verdict:
+        def compare() -> tuple[Verdict, list[str]]:
             shares = leaves_cut(batch, audit.num_replicas)
             cut = [leaves_cut(share, audit.microbatches) for share in shares]
             data = Data(audit.loss_fn, cut, batch, audit.by_microbatch)
-            return self._judge.judge(every, data, number)
+            verdict = self._judge.judge(every, data, number)
+            return verdict, [*self._judge.notes.values()]
 
         try:
             return _on_rank_0("compare with one process", compare)
@@ -316,31 +301,10 @@ class _Run:
                 self._without,
             )
 
-    def _repeated(self, batch: Batch, saved: Sequence[Tensor]) -> list[Finding]:
-        """Runs a right step again from its state; returns what differs."""
-        self._restore(saved)
-        again = self._seen(batch)
-        differing = agree("repeat a step", lambda: _differing(self._last, again))
-        if not any(differing):
-            return []
-        if all(agree("stale", lambda: _is_doubled(self._last, again))):
-            return [Finding(*STALE, ranks=tuple(range(dist.get_world_size())))]
-        return [
-            Finding(
-                "the step is not deterministic: twice from the same values and batch, it makes "
-                "different gradients",
-                "call torch.use_deterministic_algorithms(True), and reduce in a fixed order",
-                tuple(dict.fromkeys(name for names in differing for name in names)),
-                tuple(rank for rank, names in enumerate(differing) if names),
-            )
-        ]
-
-    def _saved(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self._tensors()]
-
-    def _restore(self, saved: Sequence[Tensor]) -> None:
+    def _restore(self) -> None:
+        """Gives parameters and buffers the values that they had before the first step."""
         with torch.no_grad():
-            for tensor, value in zip(self._tensors(), saved, strict=True):
+            for tensor, value in zip(self._tensors(), self._first, strict=True):
                 tensor.copy_(value)
         for sync in Placed(self._names.parameters).syncs:
             if sync.agreed.needs_parameter_sync:
@@ -388,31 +352,3 @@ def _made(name: str, change: Callable[[], Audit]) -> tuple[Audit | None, str]:
 
 # What code raises to refuse an option. Other errors, as of names, are mistakes.
 _REFUSALS = PipegradError, ValueError, NotImplementedError, AssertionError, ImportError
-
-
-def _is_doubled(first: Seen, again: Seen) -> bool:
-    """Returns True if gradients are twice what they were."""
-    pairs = [(g, again.gradients[name]) for name, g in first.gradients.items() if g is not None]
-    return all(
-        other is not None and float((other - 2 * g).norm()) <= 1e-3 * float(g.norm())
-        for g, other in pairs
-    )
-
-
-def _differing(first: Seen, again: Seen) -> list[str]:
-    """Returns names of gradients that differ by more than rounding explains."""
-    zero = torch.zeros(())
-    pairs = {n: (zero if g is None else g, again.gradients[n]) for n, g in first.gradients.items()}
-    norms = {name: float(gradient.double().norm()) for name, (gradient, _) in pairs.items()}
-    # A gradient that is zero but for rounding may differ by as much as it is.
-    least = 1e-3 * math.hypot(*norms.values())
-    allowed = {
-        n: _ROUNDING * torch.finfo(g.dtype).eps * max(norms[n], least)
-        for n, (g, _) in pairs.items()
-    }
-    return [
-        name
-        for name, (gradient, other) in pairs.items()
-        if not float(((zero if other is None else other).double() - gradient.double()).norm())
-        <= allowed[name]
-    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipegrad.audit.hypotheses import AT_ONCE, Fit, Hypothesis
@@ -52,7 +52,6 @@ class Place:
         others: Hypotheses that explain other parameters of the rank.
         is_apart: True if the parameter has the data of the own replica alone on all ranks.
         is_coupled: True if no parts of microbatches make the gradient of the batch.
-        after: Factor by which the rank multiplies gradients after it has clipped them.
     """
 
     replicas: Sequence[int]
@@ -68,7 +67,6 @@ class Place:
     others: frozenset[Hypothesis] = frozenset()
     is_apart: bool = True
     is_coupled: bool = False
-    after: float = 1.0
 
 
 STALE = Cause(
@@ -84,10 +82,6 @@ NOT_KNOWN = Odd(
 NOT_SUMMED = Cause(
     "the gradient is not summed over the ranks that hold the parameter: the sum of theirs is right",
     "all-reduce it over these ranks, after the last backward and before the norm",
-)
-LATE = Cause(
-    "gradients are clipped while a loss scale of {scale:.5g} is in them: it is removed later",
-    "remove the loss scale before clipping, as GradScaler.unscale_ does",
 )
 _COUPLED = Cause(
     "each microbatch is computed by itself, and that is not the gradient of the batch: its samples "
@@ -107,11 +101,10 @@ _LOOK = (
 
 
 class Explanation(NamedTuple):
-    """Why a gradient is wrong: the hypothesis that says so, and the use of a tie that it is of."""
+    """Why a gradient is wrong, and the hypothesis that says so."""
 
     causes: Sequence[Cause]
     fit: Fit | None = None
-    use: str = ""
 
     @property
     def is_known(self) -> bool:
@@ -123,13 +116,13 @@ class Explanation(NamedTuple):
         return not self.is_known, len(self.causes)
 
 
-def explained(fitting: Sequence[tuple[Fit, Place, str]], tolerance: float) -> Explanation:
-    """Returns the simplest explanation of a wrong gradient, of fits with places and uses."""
+def explained(fitting: Sequence[Fit], place: Place, tolerance: float) -> Explanation:
+    """Returns the simplest explanation of a wrong gradient."""
     close, exact = _CLOSE + 2 * tolerance, max(_EXACT, 2 * tolerance)
     every = list[Explanation]()
-    for fit, place, use in fitting:
+    for fit in fitting:
         for causes in _readings(fit, place, close, exact):
-            one = Explanation(causes, fit, use)
+            one = Explanation(causes, fit)
             # Any hypothesis makes few elements, so by chance one has a known scale.
             is_usual = not fit.hypothesis.num_defects or fit.hypothesis in place.others
             if causes and (fit.is_sure or (one.is_known and is_usual)):
@@ -140,6 +133,12 @@ def explained(fitting: Sequence[tuple[Fit, Place, str]], tolerance: float) -> Ex
 def _readings(fit: Fit, place: Place, close: float, exact: float) -> Iterator[list[Cause]]:
     """Yields the ways to say what a hypothesis and its scales are."""
     about = list(_of_hypothesis(fit.hypothesis, place))
+    if fit.hypothesis.apart is not None:
+        if all(scale > _NONE for scale in fit.scales):  # without one of them, it is not reduced
+            for scale, share in zip(fit.scales, (fit.share, 1.0), strict=True):
+                about += _of_scale(scale, share, replace(place, holders=1, usual=scale), exact)
+            yield list(dict.fromkeys(about))
+        return
     if not fit.hypothesis.by_term:
         [scale] = fit.scales
         words = (
@@ -186,7 +185,8 @@ def _of_hypothesis(one: Hypothesis, place: Place) -> Iterator[Cause]:
             f"the tie is not reduced: of {place.num_uses} uses of the parameter, the gradient has "
             f"that of {which} alone",
             "pipegrad.attach(schedule, topology=pipegrad.Topology.create(pipeline="
-            f"{place.stages}), tied=pipegrad.find_tied(model)), or all-reduce its gradient "
+            f"{place.stages}), tied=pipegrad.find_tied(model)); in a loop by hand "
+            "pipegrad.GradientSync with the same topology and tied, or all-reduce its gradient "
             "over the ranks that hold it",
         )
 
@@ -242,9 +242,6 @@ def _of_scale(scale: float, share: float, place: Place, close: float) -> list[Ca
     factors = dict.fromkeys([scale, scale * share])
     if any(_is(factor, 1.0, close) for factor in factors):
         return []
-    for factor in factors:
-        if place.after != 1 and _is(factor * place.after, 1.0, _CLOSE):
-            return [Cause(LATE.words.format(scale=factor), LATE.advice)]
     ways = list[Explanation]()
     for factor in factors:
         # A parameter of its own scale is reduced otherwise than those beside it.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def checked(audit: Audit, steps: int | None, tolerance: float | None) -> list[Batch]:
-    """Returns the batches of the steps.
+    """Returns the batches of the steps; a batch alone is there twice.
 
     Raises:
         PlanError: If something cannot be audited.
@@ -53,7 +53,7 @@ def checked(audit: Audit, steps: int | None, tolerance: float | None) -> list[Ba
         )
     for batch in batches:
         _check_batch(batch, audit.microbatches, audit.num_replicas)
-    return batches
+    return batches * 2 if steps is None and len(batches) == 1 else batches
 
 
 def _check_models(audit: Audit) -> None:
@@ -174,14 +174,12 @@ class Names:
         parameters: A parameter with several names has an entry for each.
         buffers: That the uncut model has, too.
         uses: Name of a parameter -> all its names on this rank.
-        modules: Names of the uncut model's modules -> modules, if stages have the same names.
         of_modules: Names in the modules -> names in the uncut model.
     """
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     uses: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    modules: dict[str, nn.Module] = field(default_factory=dict)
     of_modules: dict[str, str] = field(default_factory=dict)
 
 
@@ -198,7 +196,6 @@ def match(
         PlanError: If no run has these shapes and values, or several have.
     """
     names = Names()
-    by_name = dict(model.named_modules(remove_duplicate=False))
     for number, module in enumerate(modules):
         there = _names_there(module, model, f"module {number}", known)
         names.of_modules.update(there)
@@ -207,9 +204,6 @@ def match(
                 names.parameters[there[name]] = tensor
             elif name in there:
                 names.buffers[there[name]] = tensor
-        parts = {_bare(n): part for n, part in module.named_modules(remove_duplicate=False)}
-        if all(_bare(name) == full for name, full in there.items()):
-            names.modules.update({name: parts[name] for name in parts.keys() & by_name.keys()})
     by_id = defaultdict[int, list[str]](list)
     for name, parameter in names.parameters.items():
         by_id[id(parameter)].append(name)

@@ -29,10 +29,6 @@ _CHANGED = Cause(
     "the gradient changes between clipping and the optimizer's step, beside the factor of its rank",
     "reduce gradients first, then clip all of a rank by one factor, and change them no more",
 )
-_APART = Cause(
-    "parameters are clipped in parts, each by its own norm",
-    "clip all gradients by one norm: that of all parameters",
-)
 _NOT_CLIPPED = Cause("gradients are not clipped", "clip them before the optimizer's step")
 _ADVICE = "reduce the squares over all ranks, with each parameter counted once"
 
@@ -148,10 +144,6 @@ def unclipped(
                 norms[of_rank.rank] = clip_norm / scale
             elif right_norm(of_rank.rank, before) > clip_norm:
                 norms[of_rank.rank] = 0.0
-        own = [clip.norm for clip in of_rank.clips]
-        if own and not math.isclose(min(own), max(own), rel_tol=_close(before)):
-            findings.append(Finding(*_APART, ranks=(of_rank.rank,)))
-            norms[of_rank.rank] = None
     findings += wrong_norms(norms, before)
     if len(set(maxima.values())) > 1:
         details = tuple(f"rank {rank} clips to {maximum:g}" for rank, maximum in maxima.items())

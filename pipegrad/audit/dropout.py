@@ -12,11 +12,6 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.nn import functional
 
-_DROPOUTS = (
-    nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout
-    | nn.FeatureAlphaDropout
-)  # fmt: skip
-_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _FUNCTIONS = (
     *((functional, name, "p", 1) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")),
     *((functional, name, "p", 1) for name in ("alpha_dropout", "feature_alpha_dropout")),
@@ -90,16 +85,3 @@ class Without:
             return function(*args, **{**options, argument: 0.0})
 
         return called
-
-
-def modes(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Returns in words how modules whose mode matters compute: those of dropout and BatchNorm."""
-    words = {}
-    for name, module in modules.items():
-        if isinstance(module, _NORMS):
-            words[name] = "in training" if module.training else "in evaluation"
-        elif isinstance(module, _DROPOUTS | nn.RNNBase):
-            probability = module.dropout if isinstance(module, nn.RNNBase) else module.p
-            is_off = not module.training or probability == 0
-            words[name] = "drops nothing" if is_off else f"drops {probability:g}"
-    return words

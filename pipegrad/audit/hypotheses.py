@@ -3,8 +3,9 @@
 [Note: hypotheses] One process knows the gradient that each defect would leave: that of the last
 microbatches alone, of one replica, of one use of a tied parameter, of a loss that is divided
 otherwise. Each is a vector h. It explains a gradient g if g = s h for some scale s; the norm of
-g - s h by that of g is the residual. Only outputs, and the step before, have scales of their own.
-Simple hypotheses come first. If none fits, the report has the smallest residual, and no cause.
+g - s h by that of g is the residual. Only outputs, one use of a tied parameter against the others,
+and the step before have scales of their own. Simple hypotheses come first. If none fits, the report
+has the smallest residual, and no cause.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Hypothesis:
         last: Number of the last microbatches that are in it; 0 for all.
         replicas: Replicas whose data is in it; empty for all.
         use: Index of the only use of a tied parameter that is in it; None for all.
+        apart: Index of the only use in which something is wrong. It has a scale of its own; all
+            microbatches of the other uses are there.
         by_term: True if each output has a scale of its own.
         is_stale: True if the gradient of the step before is in it, with a scale of its own.
     """
@@ -40,14 +43,15 @@ class Hypothesis:
     last: int = 0
     replicas: tuple[int, ...] = ()
     use: int | None = None
+    apart: int | None = None
     by_term: bool = False
     is_stale: bool = False
 
     @property
     def num_defects(self) -> int:
         """How many things are wrong in it."""
-        is_divided, is_of_use = self.view not in {AT_ONCE, WHOLE}, self.use is not None
-        wrong = is_divided, self.last, self.replicas, is_of_use, self.by_term, self.is_stale
+        wrong = [self.last, self.replicas, self.by_term, self.is_stale]
+        wrong += [self.view not in {AT_ONCE, WHOLE}, self.use is not None, self.apart is not None]
         return sum(map(bool, wrong))
 
 
@@ -57,7 +61,8 @@ class Fit:
 
     Attributes:
         hypothesis: What it says.
-        scales: Its scale; of outputs one each, NaN for those without a share.
+        scales: Its scale; of outputs one each, NaN for those without a share; of a use that is
+            apart its own, and one of the others.
         share: Share of all microbatches that are in it.
         is_sure: False if the gradient has so few elements that any would fit.
     """
@@ -106,26 +111,25 @@ def _every(
     """Yields hypotheses, their vectors as rows, and their shares of all microbatches."""
     for view, every in parts.items():
         replicas, microbatches, terms, uses = every.shape[:4]
+        by_use = every.double().sum((0, 1, 2))
         rows = [(last, tuple[int, ...]()) for last in range(microbatches)]
         if replicas > 1:
             apart = dict.fromkeys([own, *((replica,) for replica in range(replicas))])
             rows += [(0, some) for some in apart if len(some) < replicas]
         for last, some in rows:
             one = Hypothesis(view, last, some)
-            chosen = chosen_of(one, every)
+            of_replicas = every[list(some)] if some else every
+            chosen = of_replicas[:, -last:].sum((0, 1)).double()
             share = (len(some) or replicas) * (last or microbatches) / (replicas * microbatches)
             yield one, chosen.sum((0, 1))[None], share
             for use in range(uses) if uses > 1 else ():
-                yield replace(one, use=use), chosen[:, use].sum(0)[None], share
+                own_use = chosen[:, use].sum(0)
+                yield replace(one, use=use), own_use[None], share
+                both = torch.stack([own_use, by_use.sum(0) - by_use[use]])
+                yield replace(one, apart=use), both, share
             if terms > 1:
                 yield replace(one, by_term=True), chosen.sum(1), share
     if before is not None:
         # What is reduced again in this step has another scale than what is new.
         right = parts[AT_ONCE].sum((0, 1, 2, 3))
         yield Hypothesis(is_stale=True), torch.stack([right, before.double().reshape(-1)]), 1.0
-
-
-def chosen_of(one: Hypothesis, parts: Tensor) -> Tensor:
-    """Returns the sum of the microbatches that are in a hypothesis, ``(terms, uses, numel)``."""
-    of_replicas = parts[list(one.replicas)] if one.replicas else parts
-    return of_replicas[:, -one.last :].sum((0, 1)).double()

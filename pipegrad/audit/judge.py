@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from pipegrad.audit import clipping, states
 from pipegrad.audit.causes import (
-    LATE,
     NOT_KNOWN,
     NOT_SUMMED,
     Cause,
@@ -21,11 +21,11 @@ from pipegrad.audit.causes import (
     explained,
 )
 from pipegrad.audit.dropout import Without
-from pipegrad.audit.hypotheses import AT_ONCE, Fit, Hypothesis, chosen_of, fits
+from pipegrad.audit.hypotheses import AT_ONCE, Fit, Hypothesis, fits
 from pipegrad.audit.report import Finding, Gradient, shown
 from pipegrad.audit.seen import Seen
 from pipegrad.audit.states import Entry, Key, Stepped, Stepper, entries_of
-from pipegrad.audit.truth import WHOLE, Data, Truth, computed, names_by_use, sampled
+from pipegrad.audit.truth import Data, Truth, computed, names_by_use, sampled
 from pipegrad.audit.variants import Size, Where
 from pipegrad.errors import PlanError
 
@@ -36,7 +36,6 @@ _UPDATE = 1e-3  # relative error of an update by the same optimizer on the same 
 _MOST_ALLOWED = 0.25  # else a missing gradient would pass
 _TINY = torch.finfo(torch.float64).tiny
 _EXACT = 1e-12  # of a gradient that is float64 all the way
-_NONE = 1e-3  # of a use: it has no share
 _RIGHT = Fit(Hypothesis(), (1.0,))
 _DRIFT = Cause(
     "copies of the parameter differ after the optimizer's step",
@@ -54,16 +53,18 @@ _COUPLED = (
 )
 
 
-class Wrong(NamedTuple):
-    """A gradient that is wrong, its error that is right, and what an error is divided by."""
+class Compared(NamedTuple):
+    """A gradient beside the right one; its error, and what is allowed, are divided by `scale`."""
 
     entry: Entry
+    actual: Tensor
+    right: Tensor
+    error: float
     allowed: float
     scale: float
 
 
 Verdict = tuple[list[Finding], list[Gradient]]
-Parts = Mapping[str, Tensor]
 
 
 @dataclass
@@ -93,7 +94,6 @@ class Judge:
         self._first = {name: first for first, names in uses.items() for name in names}
         self._before: dict[Key, Tensor] = {}
         self._without = Without(self.model.modules())
-        self._is_sound = True  # steps follow upon each other
 
     def judge(self, seen: Sequence[Seen], data: Data, number: int) -> Verdict:
         """Returns what is wrong in a step, by its number from 1, and how far gradients are off."""
@@ -102,7 +102,7 @@ class Judge:
         dtypes = {first[n]: value.dtype for of_rank in seen for n, value in of_rank.before.items()}
         if number == 1:
             self.model.cpu().double()
-            findings += [*states.modes(seen, self.model), *states.starts(seen, self.model, first)]
+            findings += states.starts(seen, self.model, first)
             self._describe(seen)
             if self.optimizer is not None:
                 self._stepped = Stepped(self.model, self.optimizer, dtypes)
@@ -121,28 +121,25 @@ class Judge:
             for entry in entries
             if entry.name in truth.gradients and not entry.is_frozen and entry.key not in changed
         ]
-        wrong, gradients = self._gradients(entries, truth, dtypes, sum(data.targets))
+        compared = self._compared(entries, truth, dtypes, sum(data.targets))
+        wrong = [one for one in compared if not one.error <= one.allowed]  # NaN is wrong, too
         if number == 1:
-            findings += self._dropped(
-                seen, has_modes=any(f.advice == states.MODE for f in findings)
-            )
-            for entry, one in zip(entries, gradients, strict=True):
-                own = 0.0 if entry.gradient is None else float(entry.gradient.double().norm())
-                right = float(truth.gradients[entry.name].norm())
-                self.sizes["gradient", 1, entry.name, entry.ranks] = Size(right, own, one.allowed)
-        why = self._why(wrong, entries, truth, _places(entries, truth, data, len(seen), after))
+            findings += self._dropped(seen)
+            for one in compared:
+                right, own = float(one.right.norm()), float(one.actual.double().norm())
+                self.sizes["gradient", 1, *one.entry.key] = Size(right, own, one.allowed)
+        why = self._why(wrong, entries, truth, _places(entries, truth, data, len(seen)))
         findings += why
-        # A loss scale that is removed behind clipping is one cause, and is said there.
-        if not any(finding.advice == LATE.advice for finding in why):
-            findings += [
-                Finding(
-                    f"gradients are multiplied by {value:.4g} between clipping and the optimizer's "
-                    f"step",
-                    "scale gradients before they are clipped",
-                    ranks=(rank,),
-                )
-                for rank, value in after.items()
-            ]
+        findings += [
+            Finding(
+                f"gradients are multiplied by {value:.4g} between clipping and the optimizer's "
+                f"step",
+                "scale gradients before they are clipped: remove a loss scale first, as "
+                "GradScaler.unscale_ does",
+                ranks=(rank,),
+            )
+            for rank, value in after.items()
+        ]
         # Ranks that clip by other norms, or other gradients, update copies otherwise: one cause.
         explained = {name for finding in findings for name in finding.names}
         if norms or (why and any(of_rank.norm is not None for of_rank in seen)):
@@ -151,19 +148,19 @@ class Judge:
         findings += self._updates(seen, explained, number)
         findings += states.copies(states.held(seen, "after", first), _DRIFT, explained)
         findings += states.buffers(seen, truth)
-        self._is_sound &= not findings
         stepped = entries_of(seen, [of_rank.gradients for of_rank in seen], first)
         self._before = {e.key: e.gradient for e in stepped if e.gradient is not None}
+        gradients = [Gradient(*one.entry.key, one.error, one.allowed) for one in compared]
         return [replace(finding, step=number) for finding in findings], gradients
 
-    def _dropped(self, seen: Sequence[Seen], *, has_modes: bool) -> list[Finding]:
+    def _dropped(self, seen: Sequence[Seen]) -> list[Finding]:
         """Returns a finding if the pipeline drops with other probabilities than one process."""
         one = sorted(self._without.dropped)
         pipeline = sorted({probability for of_rank in seen for probability in of_rank.dropped})
         self.sizes["dropout", 1, "", ()] = Size(sum(one), sum(pipeline))
         if pipeline:
             self.notes["dropout"] = "dropout was 0 while numbers were compared"
-        if one == pipeline or has_modes:
+        if one == pipeline:
             return []
         listed, of_one = (
             ", ".join(f"{probability:g}" for probability in side) or "nothing"
@@ -200,16 +197,16 @@ class Judge:
                 for name, value in of_rank.buffers[0].items() if of_rank.replica == 0 else ():
                     buffers[name].copy_(value)
 
-    def _gradients(
+    def _compared(
         self,
         entries: Sequence[Entry],
         truth: Truth,
         dtypes: Mapping[str, torch.dtype],
         num_targets: int,
-    ) -> tuple[list[Wrong], list[Gradient]]:
-        """Returns gradients that are wrong, and how far each is from the right one."""
+    ) -> list[Compared]:
+        """Returns gradients, and how far each is from the right one."""
         whole = math.hypot(*(float(gradient.norm()) for gradient in truth.gradients.values()))
-        gradients, wrong = [], list[Wrong]()
+        result = list[Compared]()
         for entry in entries:
             right = truth.gradients[entry.name]
             actual = torch.zeros_like(right) if entry.gradient is None else entry.gradient
@@ -227,10 +224,8 @@ class Judge:
                 )
                 derived = _MOST_ALLOWED
             allowed = self.tolerance or derived
-            gradients.append(Gradient(entry.name, entry.ranks, error, allowed))
-            if not error <= allowed:  # NaN is wrong, too
-                wrong.append(Wrong(entry, allowed, scale))
-        return wrong, gradients
+            result.append(Compared(entry, actual, right, error, allowed, scale))
+        return result
 
     def _updates(self, seen: Sequence[Seen], explained: set[str], number: int) -> list[Finding]:
         """Returns updates that are wrong, if one process has an optimizer, and keeps all norms."""
@@ -246,44 +241,41 @@ class Judge:
                     "some updates are as small as the rounding of their parameters, so that wrong "
                     "ones are not seen: raise the learning rate for the audit"
                 )
-            if self._is_sound:
-                one = None if right is None else float(right[name].norm())
-                self.sizes["update", number, name, (rank,)] = Size(one, own, allowed[key])
+            one = None if right is None else float(right[name].norm())
+            self.sizes["update", number, name, (rank,)] = Size(one, own, allowed[key])
         if right is None:
             return []
         return list(states.other_updates(actual, right, allowed, explained))
 
     def _why(
         self,
-        wrong: Sequence[Wrong],
+        wrong: Sequence[Compared],
         entries: Sequence[Entry],
         truth: Truth,
         places: Mapping[Key, Place],
     ) -> list[Finding]:
         """Returns the causes of wrong gradients."""
-        finite = {
-            one.entry.key: one
-            for one in wrong
-            if one.entry.gradient is None or bool(one.entry.gradient.isfinite().all())
-        }
+        finite = {one.entry.key: one for one in wrong if bool(one.actual.isfinite().all())}
         findings = [
             Finding(*_NOT_FINITE, (one.entry.name,), one.entry.ranks)
             for one in wrong
             if one.entry.key not in finite
         ]
-        parts = truth.parts(list({name for name, _ in finite})) if finite else {}
+        with self._without.running():  # a model may recompute in its backward
+            parts = truth.parts(list({name for name, _ in finite})) if finite else {}
         found = dict[Key, tuple[list[Fit], float]]()
         for key, one in finite.items():
-            right, before = sampled(truth.gradients[key[0]]), self._before.get(key)
+            right, actual, before = sampled(one.right), sampled(one.actual), self._before.get(key)
             views = {AT_ONCE: right.reshape(1, 1, 1, 1, -1), **parts[key[0]]}
             stale = None if before is None else sampled(before)
-            actual, allowed = _sampled(one.entry, right), _allowed(one, truth)
+            size = max(1.0, float(actual.norm()) / max(float(right.norm()), _TINY))
+            share = math.sqrt(right.numel() / one.right.numel())  # of the elements looked at
+            allowed = one.allowed * one.scale * size * share
             found[key] = fits(actual, views, allowed, one.entry.replicas, stale)
         # What each gradient is by itself says what is usual on its ranks.
         chosen: dict[Key, Fit | None] = {entry.key: _RIGHT for entry in entries}
         for key, (fitting, _) in found.items():
-            alone = [(fit, places[key], "") for fit in fitting]
-            chosen[key] = explained(alone, finite[key].allowed).fit
+            chosen[key] = explained(fitting, places[key], finite[key].allowed).fit
         usual = _usual(chosen, truth)
         others = frozenset(fit.hypothesis for fit in chosen.values() if fit is not None)
         said = dict[Key, Explanation]()
@@ -292,27 +284,21 @@ class Judge:
             copies = {entry: chosen[entry.key] for entry in entries if entry.name == name}
             place = replace(
                 places[key],
-                usual=usual[ranks].scales[0],
+                usual=usual[ranks],
                 others=others,
                 is_apart=all(
                     fit is None or set(fit.hypothesis.replicas) == set(copy.replicas)
                     for copy, fit in copies.items()
                 ),
             )
-            uses = [(fit, place, "") for fit in found[key][0]]
-            if place.num_uses > 1:
-                stages = {use: usual[copy.ranks] for copy in copies for use in copy.uses}
-                of_uses = [stages.get(use, _RIGHT) for use in truth.uses[name]]
-                uses += [
-                    (fit, replace(place, holders=1, usual=fit.scales[0]), use)
-                    for fit, use in _fits_of_uses(one, parts[name], truth, of_uses)
-                ]
-            said[key] = explained(uses, one.allowed)
-        summed = _not_summed(list(finite.values()), truth)
+            said[key] = explained(found[key][0], place, one.allowed)
+        summed = _not_summed(list(finite.values()))
         # Numbers that nothing explains follow from other values beside them.
         odd = {ranks for name, ranks in said if not found[name, ranks][0] and name not in summed}
         for (name, ranks), why in said.items():
-            causes, details = why.causes, (f"{name} by its use {why.use}",) if why.use else ()
+            causes, details = why.causes, tuple[str, ...]()
+            if why.fit is not None and why.fit.hypothesis.apart is not None:
+                details = (f"{name} by its use {truth.uses[name][why.fit.hypothesis.apart]}",)
             if not why.is_known and name in summed:
                 causes = [NOT_SUMMED]
             elif not why.is_known and ranks in odd:
@@ -320,36 +306,6 @@ class Judge:
                 details = (f"{found[name, ranks][1]:.2g} of {name} is not explained",)
             findings += [Finding(*cause, (name,), ranks, details=details) for cause in causes]
         return findings
-
-
-def _fits_of_uses(
-    one: Wrong, parts: Parts, truth: Truth, usual: Sequence[Fit]
-) -> Iterator[tuple[Fit, str]]:
-    """Yields what explains one use of a tied parameter, if the others are as their stages are."""
-    actual, allowed = _sampled(one.entry, truth.gradients[one.entry.name]), _allowed(one, truth)
-    shares = [
-        fit.scales[0]
-        * chosen_of(fit.hypothesis, parts.get(fit.hypothesis.view, parts[WHOLE]))[:, use].sum(0)
-        for use, fit in enumerate(usual)
-    ]
-    for use, name in enumerate(truth.uses[one.entry.name]):
-        rest = actual.double() - torch.stack(shares[:use] + shares[use + 1 :]).sum(0)
-        own = {view: of_view[:, :, :, [use]] for view, of_view in parts.items()}
-        for fit in fits(rest, own, allowed, one.entry.replicas)[0]:
-            if fit.scales[0] > _NONE:  # without this use, the tie is not reduced
-                yield fit, name
-
-
-def _sampled(entry: Entry, right: Tensor) -> Tensor:
-    return sampled(torch.zeros_like(right) if entry.gradient is None else entry.gradient)
-
-
-def _allowed(one: Wrong, truth: Truth) -> float:
-    """Returns the norm of the rounding of the elements of a gradient that are looked at."""
-    whole = truth.gradients[one.entry.name]
-    right = sampled(whole)
-    size = float(_sampled(one.entry, whole).norm()) / max(float(right.norm()), _TINY)
-    return one.allowed * one.scale * max(1.0, size) * math.sqrt(right.numel() / whole.numel())
 
 
 def _check_seen(seen: Sequence[Seen]) -> None:
@@ -367,31 +323,24 @@ def _check_seen(seen: Sequence[Seen]) -> None:
         )
 
 
-def _not_summed(wrong: Sequence[Wrong], truth: Truth) -> set[str]:
+def _not_summed(wrong: Sequence[Compared]) -> set[str]:
     """Returns parameters whose ranks have parts of one gradient, and the sum is right."""
-    held: dict[str, dict[tuple[int, ...], list[Wrong]]] = {}
+    held: dict[str, dict[tuple[int, ...], list[Compared]]] = {}
     for one in wrong:
         held.setdefault(one.entry.name, {}).setdefault(one.entry.replicas, []).append(one)
-    return {
-        name
-        for name, of_replicas in held.items()
-        if all(_sum_is(group, truth.gradients[name]) for group in of_replicas.values())
-    }
+    return {name for name, of_replicas in held.items() if all(map(_sum_is, of_replicas.values()))}
 
 
-def _sum_is(group: Sequence[Wrong], right: Tensor) -> bool:
+def _sum_is(group: Sequence[Compared]) -> bool:
     """Returns True if several ranks have parts of a gradient, and their sum is right."""
-    parts = [one.entry.gradient for one in group]
-    there = [part.double() for part in parts if part is not None]
+    there = [one.actual.double() for one in group if one.entry.gradient is not None]
     if len(there) < 2:
         return False
-    error = float((torch.stack(there).sum(0) - right).norm()) / group[0].scale
+    error = float((torch.stack(there).sum(0) - group[0].right).norm()) / group[0].scale
     return error <= sum(one.allowed for one in group)
 
 
-def _places(
-    entries: Sequence[Entry], truth: Truth, data: Data, num_ranks: int, after: Mapping[int, float]
-) -> dict[Key, Place]:
+def _places(entries: Sequence[Entry], truth: Truth, data: Data, num_ranks: int) -> dict[Key, Place]:
     """Returns what is known of each gradient before any is explained."""
     counts, targets = _counts(data, num_ranks), data.targets
     holders: dict[Key, set[tuple[int, ...]]] = {}
@@ -409,7 +358,6 @@ def _places(
             targets=targets,
             terms=truth.terms,
             is_coupled=truth.is_coupled,
-            after=after.get(entry.ranks[0], 1.0),
         )
         for entry in entries
     }
@@ -430,18 +378,13 @@ def _counts(data: Data, num_ranks: int) -> dict[str, int]:
     return {name: number for name, number in every.items() if names[number] == name}
 
 
-def _usual(chosen: Mapping[Key, Fit | None], truth: Truth) -> dict[tuple[int, ...], Fit]:
-    """Returns what has happened to parameters that are not tied, by their ranks."""
-    every: dict[tuple[int, ...], list[Fit]] = {}
+def _usual(chosen: Mapping[Key, Fit | None], truth: Truth) -> dict[tuple[int, ...], float]:
+    """Returns the factor by which parameters that are not tied are too large, by their ranks."""
+    every: dict[tuple[int, ...], list[float]] = {}
     for (name, ranks), fit in chosen.items():
         if len(truth.uses[name]) == 1 and fit is not None and fit.scales[0] > 0:
-            every.setdefault(ranks, []).append(fit)
-    result = {ranks: _middle(found) for ranks, found in every.items()}
+            every.setdefault(ranks, []).append(fit.scales[0])
+    result = {ranks: median_low(scales) for ranks, scales in every.items()}
     # A rank of tied parameters alone is taken to be as the others are.
-    others = _middle(list(result.values()) or [_RIGHT])
+    others = median_low(list(result.values()) or [1.0])
     return {ranks: result.get(ranks, others) for _, ranks in chosen}
-
-
-def _middle(found: Sequence[Fit]) -> Fit:
-    """Returns the one whose scale is the median."""
-    return sorted(found, key=lambda fit: fit.scales[0])[(len(found) - 1) // 2]

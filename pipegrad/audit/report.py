@@ -153,13 +153,7 @@ class Report:
 def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Returns findings of one cause as one, with all names and ranks."""
     by_cause: dict[str, Finding] = {}
-    first: dict[str, tuple[int, set[str]]] = {}  # step and names of causes without their numbers
     for finding in findings:
-        # Numbers differ from step to step, and the cause is the same.
-        step, names = first.setdefault(without_numbers(finding.cause), (finding.step, set()))
-        if step != finding.step and names >= set(finding.names):
-            continue
-        names.update(finding.names)
         known = by_cause.setdefault(finding.cause, finding)
         by_cause[finding.cause] = replace(
             known,

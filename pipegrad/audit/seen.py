@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
 )
 
 from pipegrad.audit.checks import Names
-from pipegrad.audit.dropout import Without, modes
+from pipegrad.audit.dropout import Without
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError, in_words
 from pipegrad.gradients.parameter import Param
@@ -113,7 +113,6 @@ class Seen:
         is_other: Whether gradients were clipped by value.
         losses: Numbers that the step has returned. One of them should be the loss.
         updates: Of each optimizer.
-        modes: Name of a module -> how it computes; see `dropout.modes`.
         dropped: Probabilities with which the step would have dropped something.
     """
 
@@ -134,7 +133,6 @@ class Seen:
     frozen: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
     is_other: bool = False
-    modes: Mapping[str, str] = field(default_factory=dict)
     dropped: Collection[float] = ()
 
 
@@ -410,7 +408,6 @@ def watched(
         is_other=watch.is_other,
         losses=losses,
         updates=list(watch.updates.values()),
-        modes=modes(names.modules),
         dropped=sorted(without.dropped),
     )
 

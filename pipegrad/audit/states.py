@@ -12,14 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit import dropout
 from pipegrad.audit.causes import Cause
 from pipegrad.audit.report import Finding
 from pipegrad.audit.seen import Seen
 from pipegrad.audit.truth import Truth
 from pipegrad.errors import PlanError, in_words
 
-MODE = "give both the same mode and probability"
 _STARTS = Cause(
     "copies of the parameter start with different values",
     "load or broadcast one value on all ranks that hold it, before the first step",
@@ -97,16 +95,6 @@ def entries_of(
             of_ranks = tuple(sorted(ranks)), tuple(sorted({replicas[rank] for rank in ranks}))
             known.append(Entry(parameter, *of_ranks, uses, gradient, is_frozen))
     return [entry for known in of_name.values() for entry in known]
-
-
-def modes(seen: Sequence[Seen], model: nn.Module) -> Iterator[Finding]:
-    """Yields modules that drop out, or normalise, otherwise than in the uncut model."""
-    there = dropout.modes(dict(model.named_modules(remove_duplicate=False)))
-    for of_rank in seen:
-        for name, mode in of_rank.modes.items():
-            if there.get(name, mode) != mode:
-                words = f"the module {mode}, and in the uncut model it {there[name]}"
-                yield Finding(words, MODE, (name,), (of_rank.rank,))
 
 
 def starts(seen: Sequence[Seen], model: nn.Module, first: First) -> Iterator[Finding]:

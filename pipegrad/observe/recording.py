@@ -280,18 +280,6 @@ class Recording:
             notes |= {"cores": cores, "busy_cores": used / cores}
         return notes
 
-    def own_timeline(self) -> Timeline:
-        """Returns what this rank did, by its own clock; without any message.
-
-        For a rank whose peers have failed.
-
-        Raises:
-            ScheduleError: If no step was recorded.
-        """
-        own = self._recorder.read()
-        clock = Clock(Reading(0.0), Reading(own.end))
-        return assembled([own], [clock], self._program, self._collectives)
-
     @property
     def _program(self) -> Program:
         # Another number of microbatches, or an adaptive schedule, may have another one by now.

@@ -139,7 +139,9 @@ PathKind = Literal[
 ]
 _WORDS: dict[PathKind, tuple[str, str]] = {
     "compute": ("compute", "rank {s.rank}"),
-    "transfer": ("transfers", "link {s.rank}->{s.peer}"),
+    # Recorded ranks see a message when it is sent, and when they have waited for it. The time
+    # between may be that of the link, or of a receiver that came late.
+    "transfer": ("messages sent and not yet received", "link {s.rank}->{s.peer}"),
     "reduction": ("reductions", "{s.name}"),
     "parameter sync": ("parameter sync", "{s.name}"),
     "optimizer": ("optimizer", "rank {s.rank}"),

@@ -5,7 +5,8 @@ saves. Of data, the optimizer, Python and what is between steps nothing is simul
 counts, or half of it if nobody can save all of it. What is below the noise counts for nothing. The
 noise is what steps differ by, in time or in what a rank computes, and at least 2 %; for what is
 simulated, also what the simulation of the present step is off by. Where steps differ much, nothing
-that is simulated is worth a sentence.
+that is simulated is worth a sentence, and of what was measured the largest is named without a
+remedy.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def sentence(explanation: Explanation) -> str:
     seconds = explanation.timeline.noted("step_seconds", explanation.breakdown.seconds)
     noise = noise_of(explanation)
     rough = max(noise, explanation.error)
-    clauses = [c for c in _shares(explanation) if c.weight >= max(noise, _LEAST_SHARE)]
+    shares = [c for c in _shares(explanation) if c.weight >= _LEAST_SHARE]
+    clauses = [c for c in shares if c.weight >= noise]
     timeline = explanation.timeline
     if timeline.noted("busy_cores") >= _ALL_CORES and timeline.num_ranks > 1:
         # Ranks that wait are no slack then: another cut or schedule changes little.
@@ -65,6 +67,9 @@ def sentence(explanation: Explanation) -> str:
             f"steps differ too much from each other, by {in_percent(noise)}, to say what would "
             "help: repeat the run while nothing else runs on its machines"
         )
+        if shares:  # these were measured, however much other steps took
+            largest = max(shares, key=lambda clause: clause.weight)
+            words += f"; {largest.words.partition('; ')[0]}"
     elif not explanation.advice and explanation.notes:
         words = explanation.notes[0]
     return f"a step takes {in_time(seconds)}; {words}"

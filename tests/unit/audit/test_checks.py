@@ -78,7 +78,6 @@ def test_a_slice_with_other_numbers_is_found_by_its_values() -> None:
     assert list(found.parameters) == [f"layers.{name}" for name in LAST_TWO]
     assert found.of_modules["0.weight"] == "layers.2.weight"
     assert found.parameters["layers.2.weight"] is stage.get_parameter("0.weight")
-    assert found.modules == {}  # its modules have the numbers of others
     assert match([stage.bfloat16()], model).of_modules["1.bias"] == "layers.3.bias"
     # Its names and shapes are those of the first layers, too.
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
@@ -164,9 +163,3 @@ def test_buffers_have_names_too() -> None:
     # They may have other values where parameters are found by values.
     stage.get_buffer("norm.running_mean").add_(1)
     assert "inner.norm.running_mean" in match([stage], wrapped(model, "inner")).buffers
-
-
-def test_modules_without_parameters_have_names_if_they_are_equal() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
-    stage = wrapped(copy.deepcopy(model), "module")
-    assert match([stage], model).modules["1"] is stage.get_submodule("module.1")

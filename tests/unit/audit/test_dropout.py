@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from pipegrad.audit.dropout import Without, modes
+from pipegrad.audit.dropout import Without
 
 X = torch.linspace(1, 2, 64).reshape(1, 4, 4, 4)
 ATTENTION = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
@@ -22,6 +23,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "by default": lambda x: functional.dropout(x, inplace=False),
     "by default with training": lambda x: functional.dropout(x, training=True),
     "torch.dropout": lambda x: torch.dropout(x, 0.5, True),
+    "torch.dropout by keyword": lambda x: torch.dropout(x, p=0.5, train=True),
     "functional.dropout1d": lambda x: functional.dropout1d(x[0], 0.5),
     "functional.dropout2d": lambda x: functional.dropout2d(x, 0.5),
     "functional.dropout3d": lambda x: functional.dropout3d(x, 0.5),
@@ -52,6 +54,7 @@ PASSIVE: dict[str, Callable[[Tensor], Tensor]] = {
     "by keyword in evaluation": lambda x: functional.dropout(x, training=False),
     "with a probability of 0": nn.Dropout(0.0),
     "torch.dropout in evaluation": lambda x: torch.dropout(x, 0.5, False),
+    "torch.dropout by keyword in evaluation": lambda x: torch.dropout(x, p=0.5, train=False),
     "attention": lambda x: functional.scaled_dot_product_attention(x, x, x, is_causal=True),
     "attention with a probability of 0": (
         lambda x: functional.scaled_dot_product_attention(x, x, x, None, 0.0)
@@ -96,38 +99,33 @@ def test_recurrent_layers_drop_nothing_between_them(kind: Any) -> None:
     assert not torch.equal(*(model(x)[0] for _ in range(2)))
 
 
-def test_functions_are_restored_after_an_error() -> None:
-    before = functional.dropout, torch.dropout, functional.scaled_dot_product_attention
+def test_packed_sequences_and_recomputation_in_a_backward_drop_nothing() -> None:
+    model = nn.GRU(3, 4, num_layers=2, dropout=0.25)
+    packed = nn.utils.rnn.pack_sequence([torch.randn(5, 3), torch.randn(2, 3)])
+    layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.5, batch_first=True)
+    x, dropout = X[0].clone().requires_grad_(), Without(model.modules())
+    with dropout.running():
+        assert torch.equal(*(model(packed)[0].data for _ in range(2)))
+        checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+    assert dropout.dropped == {0.25, 0.5}
+    found, x.grad = x.grad, None
+    for part in layer.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    layer.self_attn.dropout = 0.0
+    layer(x).square().sum().backward()
+    torch.testing.assert_close(found, x.grad)
 
+
+def test_it_drops_again_after_an_error() -> None:
     def fails() -> None:
         with Without().running():
-            assert functional.dropout is not before[0]
+            assert torch.equal(functional.dropout(X, 0.5), X)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    assert before == (functional.dropout, torch.dropout, functional.scaled_dot_product_attention)
-
-
-def test_modes_are_those_of_dropout_and_batch_norm() -> None:
-    modules = {
-        "drops": nn.Dropout(0.25),
-        "of channels": nn.Dropout2d(0.5),
-        "evaluates": nn.Dropout(0.5).eval(),
-        "zero": nn.Dropout(0.0),
-        "norm": nn.BatchNorm1d(2),
-        "fixed": nn.BatchNorm2d(2).eval(),
-        "linear": nn.Linear(2, 2),
-        "layer norm": nn.LayerNorm(2),
-    }
-    assert modes(modules) == {
-        "drops": "drops 0.25",
-        "of channels": "drops 0.5",
-        "evaluates": "drops nothing",
-        "zero": "drops nothing",
-        "norm": "in training",
-        "fixed": "in evaluation",
-    }
+    assert not torch.equal(functional.dropout(X, 0.5), X)
 
 
 def test_a_traced_module_drops_again_afterwards() -> None:

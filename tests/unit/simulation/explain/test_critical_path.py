@@ -70,8 +70,8 @@ def test_a_path_over_two_ranks() -> None:
     ]
     assert str(path) == (
         "of 75.0 s, 52.0 s are compute (rank 1 30.0 s, rank 0 22.0 s), 10.0 s are reductions "
-        "(bucket 0 10.0 s), 8.00 s are transfers (link 0->1 4.00 s, link 1->0 4.00 s), 5.00 s are "
-        "optimizer (rank 0 5.00 s)"
+        "(bucket 0 10.0 s), 8.00 s are messages sent and not yet received (link 0->1 4.00 s, link "
+        "1->0 4.00 s), 5.00 s are optimizer (rank 0 5.00 s)"
     )
 
 

@@ -112,6 +112,11 @@ FINDINGS: dict[str, tuple[Timeline, dict[str, str | float], str]] = {
         "nothing stands out: no change is simulated to save more than the noise, 15 %",
     ),
     "too much noise": (run(), {"noise": 0.57}, "; steps differ too much from each other, by 57 %"),
+    "too much noise, and the next batch is late": (
+        SLOW_DATA,
+        {"noise": 0.57},
+        "runs on its machines; the next batch takes 50 % of it",
+    ),
     "a rank that differs": (replace(UNEVEN, spans=ONCE), {}, "; steps differ too much from each o"),
     "all cores are used": (
         UNEVEN,
