@@ -31,7 +31,7 @@ from pipegrad.comm.collectives import HEADERS
 from pipegrad.comm.sync_points import Done
 from pipegrad.errors import StepError
 from pipegrad.pipeline.codings import Codings
-from pipegrad.pipeline.edges import Edges, Key, Spec, as_bytes
+from pipegrad.pipeline.edges import Edges, Key, Spec, as_bytes, header
 from pipegrad.pipeline.transfers import Transfers
 from pipegrad.schedules.program.program import Channel
 
@@ -47,31 +47,31 @@ class DeviceTransfers(Transfers):
     def __init__(
         self,
         channels: Sequence[Channel],
+        rank: int,
         edges: Edges,
         device: torch.device,
+        *,
         specs: dict[int, Spec],
         codings: Codings,
     ) -> None:
-        super().__init__(channels, edges, device, specs, codings)
+        super().__init__(channels, rank, edges, device, specs=specs, codings=codings)
         self._inbound = sync_points.in_use.stream(device, "pipegrad receives")
 
     def post(self, channel: int, microbatch: int) -> None:
         """Makes memory for a receive, and starts that of its header."""
         super().post(channel, microbatch)
-        if (receive := self._receiving.get((channel, microbatch))) is not None:
-            receive.is_free = FREED(self._device)
+        self._receiving[channel, microbatch].is_free = FREED(self._device)
 
-    def wait(self, channel: int, microbatch: int, known: Spec | None = None) -> torch.Tensor | None:
-        """Waits for a receive; see `Transfers.wait`.
+    def _arrived(self, key: Key, known: Spec | None) -> tuple[torch.Tensor, Spec | None]:
+        """Waits for a message; see `Transfers`.
 
         Sync: the host waits for headers, of this transfer and of those posted before it on its
         edge.
         """
-        key = channel, microbatch
-        while key in self._receiving and key not in self._announced:
-            self._enqueue(*self._read_header(self._ends[channel].inbox))
-            self.is_in_doubt = False
-        return super().wait(channel, microbatch, known)
+        self.is_in_doubt = True
+        while key not in self._announced:
+            self._enqueue(*self._read_header(self._ends[key[0]].inbox))
+        return super()._arrived(key, known)
 
     def _enqueue(self, key: Key, spec: Spec | None) -> None:
         """Enqueues the receive of a transfer whose header was read.
@@ -105,12 +105,14 @@ class DeviceTransfers(Transfers):
         self, channel: int, microbatch: int, tensor: torch.Tensor, spec: Spec | None = None
     ) -> None:
         """Starts to send a tensor, and then its header; see `Transfers.send`."""
-        end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
-        key, like = (channel, microbatch), spec or Spec.of(tensor)
+        end, key, like = self._ends[channel], (channel, microbatch), spec or Spec.of(tensor)
         if end.coding is not None:
             tensor = self._encoded(end, key, tensor, like)
-        head, message = self._head(end, key, like), as_bytes(tensor.contiguous())
+        message, head = as_bytes(tensor.contiguous()), header(self._step, key, like)
+        if end.is_value:
+            end.sizes.check_size(like)
         if message.nbytes:
             self._start(key, end.group, message, end.peer, self._tag(*key))
         self._start(key, end.host, head, end.host_peer, HEADERS)
-        self.is_in_doubt = False
+        if end.is_value:
+            end.sizes.record(like)

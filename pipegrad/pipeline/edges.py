@@ -20,7 +20,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.collectives import HEADERS
 from pipegrad.comm.ending import Ending, cut
 from pipegrad.comm.process_groups import is_local, new_group
-from pipegrad.comm.sync_points import Done, HostWork, Work
+from pipegrad.comm.sync_points import Work
 from pipegrad.errors import StepError
 from pipegrad.schedules.program.program import Channel
 from pipegrad.topology import Topology
@@ -295,16 +295,6 @@ class Inbox:
         _, words, work = self.posted[0]
         ARRIVED(work)
         return words.tolist()  # type: ignore[no-any-return]
-
-    def record_ended(self) -> None:
-        """Records whether the next header has come: a receive of gloo can be waited for once."""
-        if self.posted and has_ended(self.posted[0][2]):
-            self.posted[0] = *self.posted[0][:2], Done()
-
-
-def has_ended(work: Work | None) -> bool:
-    """True if a transfer has ended, as far as somebody has waited for it."""
-    return isinstance(work, HostWork) and work.is_completed()
 
 
 def has_tags(device: torch.device) -> bool:

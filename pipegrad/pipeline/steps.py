@@ -162,9 +162,6 @@ class StepKind:
 
         Sync: all on the current stream.
         """
-        # An interrupt may have come while the last step was cleared up. So tables are emptied when
-        # a step begins, too.
-        self.forget()
         self._values.external = given.inputs
         self._compute.begin(given.targets, terms, keeps_outputs=keeps_outputs)
         # FSDP2 must know before the first backward that it is not the last, or it would reduce
@@ -224,17 +221,11 @@ class StepKind:
             Op.SEND: transfers.send_nothing,
             Op.RELEASE: transfers.release,
         }
-        # A receive of gloo can be waited for once. What has ended before the error must not be
-        # waited for again: see [Note: interrupts] in `transfers`.
-        transfers.record_ended()
         # Transfers are made in the order of the program. It is proven that ranks which keep this
         # order never wait for each other in a circle.
         for op, which, microbatch in islice(self.place.items(), self.place.position, None):
             if op in methods:
-                # Each transfer is tried, whatever another one raises: the peer of each waits for
-                # that one.
-                with contextlib.suppress(Exception):  # the first error is the one to raise
-                    methods[op](which, microbatch)
+                methods[op](which, microbatch)
         self.forget()
 
     def forget(self) -> None:
@@ -476,10 +467,13 @@ class Steps:
         if self._programs.wants_times and not forward_only:
             times = StepTimes(program, topology, sync.device)
         between = Transfers if self.edges.is_tagged else DeviceTransfers
-        transfers = between(program.channels, self.edges, sync.device, specs, self.codings)
+        rank = topology.coordinate(topology.pipeline)
+        transfers = between(
+            program.channels, rank, self.edges, sync.device, specs=specs, codings=self.codings
+        )
         values = Values(
             program,
-            topology.coordinate(topology.pipeline),
+            rank,
             stages,
             self.pipeline.wiring,
             transfers=transfers,
@@ -688,8 +682,9 @@ class Steps:
         if not isinstance(error, StallError):
             self._notice.fail(error)
         # It is unknown which messages were sent, or no other rank may come: nothing is waited for.
-        is_over = kind.transfers.is_in_doubt or isinstance(error, StallError)
-        is_over = is_over or has_lost_connection(error)
+        # See [Note: interrupts] in `transfers`.
+        is_over = not isinstance(error, Exception) or kind.transfers.is_in_doubt
+        is_over = is_over or isinstance(error, StallError) or has_lost_connection(error)
         if not forward_only:
             # Before the transfers, which wait for other ranks: the collectives that this starts do
             # not, and other ranks may already wait in `finish`.
@@ -698,11 +693,12 @@ class Steps:
         if not is_over:
             try:
                 kind.finish_transfers()
-            except BaseException as again:  # noqa: BLE001 - such as a second Ctrl-C; raised below
-                interrupt = again
+            except BaseException as again:  # noqa: BLE001 - a rank has died, or Ctrl-C
+                is_over = True
+                interrupt = None if isinstance(again, Exception) else again
                 if not forward_only:
                     sync.abort(again, final=True)
-        if is_over or interrupt is not None:
+        if is_over:
             # No edge can be used again. Connections are closed, and ranks that wait fail at once.
             self.edges.cut()
             kind.forget()

@@ -24,12 +24,10 @@ own. So when a value is there, so is its header, in memory that was zero before.
 and not used is left to a later transfer: if shapes stay, nothing is posted and nothing crosses. In
 evaluations a sender may be a step ahead, so a header has its step, and is read in no earlier one.
 
-[Note: interrupts] Ctrl-C may come between any two lines. If it comes between the start of a
-transfer and its entry in a table, no table says that the transfer was started. So `is_in_doubt` is
-set before the start and cleared after the entry. Ctrl-C may also come between the end of a transfer
-and the removal of its entry. On gloo, a second wait for such a transfer would wait for one more
-message. So `record_ended` replaces it by a `Done`. An interrupt while a header is read leaves the
-transfer in doubt, too.
+[Note: interrupts] Ctrl-C may come between any two lines, such as between the start of a transfer
+and its entry in a table, and no table says so. So no step follows an interrupted one. An error of
+another kind may come in the middle of a wait alone: then `is_in_doubt` says that nobody knows which
+parts of the message have come, and on gloo a second wait for a part would wait for one more.
 """
 
 from __future__ import annotations
@@ -43,18 +41,10 @@ import torch.distributed as dist
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.collectives import HEADERS, TRANSFERS
-from pipegrad.comm.sync_points import Done, HostWork, Work
+from pipegrad.comm.sync_points import HostWork, Work
 from pipegrad.errors import StepError
 from pipegrad.pipeline.codings import Coding, Codings
-from pipegrad.pipeline.edges import (
-    Edges,
-    Inbox,
-    Key,
-    Spec,
-    has_ended,
-    header,
-    read_header,
-)
+from pipegrad.pipeline.edges import Edges, Inbox, Key, Spec, header, read_header
 from pipegrad.schedules.program.program import Channel
 
 RECEIVED = sync_points.WaitWork("transfer.received", "a stage reads what is still arriving")
@@ -186,6 +176,7 @@ class Transfers:
 
     Args:
         channels: Of the Program.
+        rank: The pipeline rank.
         edges: The communicators.
         device: Where values are.
         specs: What values look like in the first microbatch, by link. The first step of a kind
@@ -193,7 +184,7 @@ class Transfers:
         codings: Which values cross in fewer bytes; see [Note: codecs].
 
     Attributes:
-        is_in_doubt: Whether a transfer may have been started that is in no table.
+        is_in_doubt: Whether a wait has failed half-way: see [Note: interrupts].
         posts_receives: Whether a receive is started before its header is there.
     """
 
@@ -202,8 +193,10 @@ class Transfers:
     def __init__(
         self,
         channels: Sequence[Channel],
+        rank: int,
         edges: Edges,
         device: torch.device,
+        *,
         specs: dict[int, Spec],
         codings: Codings,
     ) -> None:
@@ -211,11 +204,13 @@ class Transfers:
         self._num_channels = len(channels)
         self._device = device
         self._step = 0  # of the Scheduler, as all its ranks count
-        self._edges = edges
-        self._specs, self._known = specs, dict(specs)  # and before the step
-        self._codings = codings
-        self._ends: dict[int, End] = {}  # that were used
+        self._specs = specs
         self._sizes: dict[tuple[int, int], Sizes] = {}  # by link, and the rank at its other end
+        self._ends = {
+            number: self._end(channel, rank, edges, codings)
+            for number, channel in enumerate(channels)
+            if rank in (channel.source, channel.target)
+        }
         self.is_in_doubt = False
         self._receiving: dict[Key, Receive] = {}
         self._announced: dict[Key, Spec | None] = {}  # by headers; None of what never comes
@@ -227,44 +222,32 @@ class Transfers:
         for sizes in self._sizes.values():
             sizes.grow()
 
-    def _end(self, number: int, *, sends: bool = False) -> End:
-        """Returns this rank's end of a channel, which is made when it is first used.
-
-        Args:
-            number: Of the channel.
-            sends: Whether the channel begins here.
-        """
-        channel = link, kind, source, target = self._channels[number]
+    def _end(self, channel: Channel, rank: int, edges: Edges, codings: Codings) -> End:
+        """Returns this rank's end of a channel."""
+        link, kind, source, target = channel
+        sends, is_value = source == rank, kind == "F"
         other = target if sends else source
-        if (link, other) not in self._sizes:
-            self._sizes[link, other] = Sizes(self._known.get(link))
-        edges, is_value = self._edges, kind == "F"
-        serving = edges.to(other, channel) if sends else edges.of(other, channel)
-        end = self._ends[number] = End(
-            *serving,
+        return End(
+            *(edges.to(other, channel) if sends else edges.of(other, channel)),
             *edges.host(other, channel),
             edges.inbox(other, channel),
-            self._sizes[link, other],
-            self._codings.of(source, target, "activations" if is_value else "gradients"),
+            self._sizes.setdefault((link, other), Sizes(self._specs.get(link))),
+            codings.of(source, target, "activations" if is_value else "gradients"),
             is_value,
         )
-        return end
 
     def post(self, channel: int, microbatch: int) -> None:
         """Starts a receive."""
-        end = self._ends[channel] if channel in self._ends else self._end(channel)
-        # After an interrupt behind this call the failed step makes it once more.
-        if (channel, microbatch) in self._receiving:
-            return
-        self.is_in_doubt = True  # see [Note: interrupts]
+        end = self._ends[channel]
+        like = end.sizes.like
+        # First, since nothing is started if there is no memory.
+        memory = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         # Reserved before the receive of the value is posted, or the value could be there before its
         # header: see [Note: headers].
         if end.inbox.spare:
             end.inbox.spare -= 1
         else:
             end.inbox.post()
-        like = end.sizes.like
-        memory = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         receive = Receive((channel, microbatch), memory, like)
         if self.posts_receives:
             tag = TRANSFERS + microbatch * self._num_channels + channel  # `_tag`, without a call
@@ -272,13 +255,11 @@ class Transfers:
         self._receiving[channel, microbatch] = receive
         if end.is_value:
             end.sizes.unread.append(receive)
-        self.is_in_doubt = False
 
     def wait(self, channel: int, microbatch: int, known: Spec | None = None) -> torch.Tensor | None:
         """Waits for a receive; returns what arrived, in memory of its own.
 
-        It returns None for the gradient of a value that has none, and after an interrupt, if the
-        wait had ended before it.
+        It returns None for the gradient of a value that has none.
 
         Args:
             channel: What is received.
@@ -291,62 +272,62 @@ class Transfers:
 
         Sync: the current stream waits, and the host where its backend blocks it.
         """
-        key = channel, microbatch
-        if key not in self._receiving:
-            return None
-        receive, end = self._receiving[key], self._ends[channel]
+        message, spec = self._arrived((channel, microbatch), known)
+        if spec is None:
+            if known is not None and not known.differentiable:
+                return None
+            raise PeerFailedError("another rank failed before it made a value for this one")
+        coding = self._ends[channel].coding
+        if coding is None or coding.on_wire(spec) is spec:
+            return message
+        value = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+        coding.decode(message, value)
+        return value
+
+    def drop(self, channel: int, microbatch: int, known: Spec | None) -> None:
+        """Waits for a receive of a failed step, unless that has ended; the arguments of `wait`."""
+        if (channel, microbatch) in self._receiving:
+            self._arrived((channel, microbatch), known)
+
+    def _arrived(self, key: Key, known: Spec | None) -> tuple[torch.Tensor, Spec | None]:
+        """Waits for a message; returns it, and what its value looks like, None if none comes."""
+        receive, end = self._receiving[key], self._ends[key[0]]
         sizes, inbox = end.sizes, end.inbox
+        self.is_in_doubt = True  # see [Note: interrupts]
         assert receive.work is not None
         RECEIVED(receive.work)
         # Read without a wait. The value is there, so its header is, too, if it has one.
         while self.posts_receives and inbox.posted and 0 != inbox.posted[0][1][0] <= self._step:
             self._read_header(inbox)
-        self.is_in_doubt = True
         if end.is_value:
             # A stage may take microbatches in another order than they come.
             while receive in sizes.unread:
-                self._look(channel, sizes)
+                self._look(key[0], sizes)
             spec = receive.spec
-        else:
-            spec = self._checked(key, known) if key in self._announced else known
+        else:  # it looks like its value
+            spec = None if self._announced.get(key, known) is None else known
         if key in self._announced:
             del self._announced[key]
         else:
             inbox.spare += 1
+        message = receive.memory
+        if spec is not None:
+            wire = spec if end.coding is None else end.coding.on_wire(spec)
+            if wire != receive.like:
+                message = self._shown(end, receive, wire)
         del self._receiving[key]
-        if spec is None:
-            self.is_in_doubt = False
-            if known is not None and not known.differentiable:
-                return None
-            raise PeerFailedError("another rank failed before it made a value for this one")
-        message, wire = receive.memory, spec if end.coding is None else end.on_wire(spec)
-        if wire != receive.like:
-            message = self._shown(end, receive, wire)
         self.is_in_doubt = False
-        return message if wire is spec else self._decoded(end, message, spec)
+        return message, spec
 
     def _read_header(self, inbox: Inbox) -> tuple[Key, Spec | None]:
-        """Reads the next header of an edge. Leaves `is_in_doubt` set.
+        """Reads the next header of an edge.
 
         Sync: the host waits for the header.
         """
-        words = inbox.wait()
-        self.is_in_doubt = True
-        key, spec = read_header(self._step, words)
+        key, spec = read_header(self._step, inbox.wait())
         inbox.posted.popleft()
         self._announced[key] = spec
         return key, spec
-
-    def _checked(self, key: Key, known: Spec | None) -> Spec | None:
-        """Returns what a gradient looks like that has a header; None if it never comes.
-
-        Raises:
-            StepError: If the header says something else than is known.
-        """
-        announced = self._announced[key]
-        if announced is not None and (known is None or announced[:2] != known[:2]):
-            raise StepError(f"a gradient is {announced}, and its value is {known}")
-        return None if announced is None else known
 
     def _look(self, channel: int, sizes: Sizes) -> None:
         """Finds out what the first unread value of a channel looks like, and records it.
@@ -360,16 +341,6 @@ class Transfers:
             self._specs.setdefault(self._channels[channel].link, receive.spec)
             sizes.check_size(receive.spec)
             sizes.record(receive.spec)
-
-    def _decoded(self, end: End, message: torch.Tensor, spec: Spec) -> torch.Tensor:
-        """Returns the value of an encoded message.
-
-        Sync: on the current stream, which has waited for the message.
-        """
-        assert end.coding is not None
-        value = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-        end.coding.decode(message, value)
-        return value
 
     def _shown(self, end: End, receive: Receive, wire: Spec) -> torch.Tensor:
         """Returns what has arrived, if it does not look like the memory that it was posted for."""
@@ -400,27 +371,22 @@ class Transfers:
 
         Sync: the send waits for the current stream. The tensor is held until `release`.
         """
-        end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
-        key = channel, microbatch
+        end, key = self._ends[channel], (channel, microbatch)
         if end.coding is not None:
             tensor = self._encoded(end, key, tensor, spec or Spec.of(tensor))
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         tag = TRANSFERS + microbatch * self._num_channels + channel  # `_tag`, without a call
         if spec is not None and spec != end.sizes.spec:
-            head = self._head(end, key, spec)
+            end.sizes.check_size(spec)
+            head = header(self._step, key, spec)
             self._start(key, end.host, head, end.host_peer, HEADERS)
+            end.sizes.record(spec)
         # The posted receive is too small. An empty message ends it, and the receiver, which has the
         # header, posts another one behind it.
         if tensor.nbytes > end.sizes.capacity:
             self._start(key, end.group, torch.empty(0), end.peer, tag)
-        self.is_in_doubt = True
-        sending = sync_points.in_use.send(end.group, tensor, end.peer, tag), SENDING(tensor)
-        if key in self._sending:
-            self._sending[key] += (sending,)
-        else:
-            self._sending[key] = [sending]
-        self.is_in_doubt = False
+        self._start(key, end.group, tensor, end.peer, tag)
 
     def _encoded(self, end: End, key: Key, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
         """Returns the message of a value or a gradient that has a codec."""
@@ -428,27 +394,10 @@ class Transfers:
         position = self._channels[key[0]].link, key[1]
         return end.coding.encoded(tensor, spec, position)
 
-    def _head(self, end: End, key: Key, spec: Spec) -> torch.Tensor:
-        """Returns the header of a value or a gradient, and records a value.
-
-        Leaves `is_in_doubt` set, since the other end will record the value when it reads the
-        header.
-
-        Raises:
-            StepError: If there is none, or if the value is too large. Then nothing is recorded.
-        """
-        head = header(self._step, key, spec)
-        if end.is_value:
-            end.sizes.check_size(spec)
-            self.is_in_doubt = True
-            end.sizes.record(spec)
-        return head
-
     def _start(
         self, key: Key, group: dist.ProcessGroup, message: torch.Tensor, peer: int, tag: int
     ) -> None:
-        """Starts to send a message of a transfer. Leaves `is_in_doubt` set."""
-        self.is_in_doubt = True
+        """Starts to send a message of a transfer."""
         work = sync_points.in_use.send(group, message, peer, tag)
         self._sending.setdefault(key, []).append((work, SENDING(message)))
 
@@ -461,13 +410,10 @@ class Transfers:
             has_arrived: Whether a receive before it proves that the message has arrived. Behind the
                 last action none does, and the wait needs a helper: see [Note: waits] in `waits`.
         """
-        key = channel, microbatch
-        if key in self._sending:
-            for work, _ in self._sending[key]:
-                if has_arrived and type(work) is HostWork:
-                    work.has_arrived = True
-                SENT(work)
-            del self._sending[key]
+        for work, _ in self._sending.pop((channel, microbatch)):
+            if has_arrived and type(work) is HostWork:
+                work.has_arrived = True
+            SENT(work)
 
     def _tag(self, channel: int, microbatch: int) -> int:
         """Returns the tag of a transfer: another one for each of a step, the same on both ranks."""
@@ -475,21 +421,7 @@ class Transfers:
 
     def send_nothing(self, channel: int, microbatch: int) -> None:
         """Sends, instead of a value or a gradient, that it will never come."""
-        end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
-        key = channel, microbatch
-        if key in self._sending:
-            return
+        end, key = self._ends[channel], (channel, microbatch)
         self._start(key, end.host, header(self._step, key, None), end.host_peer, HEADERS)
         if self.posts_receives:  # only a message ends the receive
             self._start(key, end.group, torch.empty(0), end.peer, self._tag(*key))
-        self.is_in_doubt = False
-
-    def record_ended(self) -> None:
-        """Records which transfers have ended; see [Note: interrupts]."""
-        for receive in self._receiving.values():
-            if has_ended(receive.work):
-                receive.work = Done()
-        for end in self._ends.values():
-            end.inbox.record_ended()
-        for key, messages in self._sending.items():
-            self._sending[key] = [(Done() if has_ended(w) else w, held) for w, held in messages]

@@ -45,7 +45,7 @@ from pipegrad.interop.private import is_arriving, is_wrapper
 from pipegrad.model.dtensor import is_dtensor, local
 from pipegrad.pipeline.edges import Spec
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.transfers import PeerFailedError, Transfers
+from pipegrad.pipeline.transfers import Transfers
 from pipegrad.pipeline.wiring import Wiring
 from pipegrad.schedules.program.program import Program
 
@@ -157,8 +157,7 @@ class Values:
             held.gradients[source] = self._transfers.wait(channel, microbatch, held.spec)
             return
         tensor = self._transfers.wait(channel, microbatch)
-        if tensor is None:
-            raise PeerFailedError(f"{self._program.transfer(channel, microbatch)} never came")
+        assert tensor is not None
         # It becomes a leaf: backward stops there, and its gradient is what goes back. All stages of
         # this rank read the one leaf, so autograd sums for them, in the order of their backwards.
         if self._specs[link].differentiable and not self._program.forward_only:
@@ -379,9 +378,9 @@ class Values:
     # Failures.
 
     def receive_and_drop(self, channel: int, microbatch: int) -> None:
-        """Waits for a value or a gradient that no stage will read."""
+        """Waits for a value or a gradient that no stage will read, unless it has come."""
         held = self._held.get((self._channels[channel].link, microbatch))
-        self._transfers.wait(channel, microbatch, None if held is None else held.spec)
+        self._transfers.drop(channel, microbatch, None if held is None else held.spec)
 
 
 def _overlapping(owners: Sequence[Tensor]) -> list[Tensor]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from pipegrad import Scheduler, Stage, Topology, Work
 from pipegrad.comm import sync_points
 from pipegrad.errors import StepError
-from pipegrad.schedules.program.program import Op
 from tests.support.gradients.cases import rank
 from tests.support.pipeline import scales
 from tests.support.pipeline.codecs import Fails
@@ -136,8 +135,6 @@ class Training:
 
     def failing(self, seed: int, stage: int, kind: str, microbatch: int, error: Any) -> str:
         """Takes a step that fails here, if a stage is given."""
-        if kind == "wait" and stage >= 0:
-            return interrupted(self, seed, "wait", microbatch)
         if stage >= 0:
             self.parts[stage].trick = kind, microbatch, error
             Fails.told[kind] = microbatch + 1
@@ -162,12 +159,12 @@ def equal(one: Training, other: Training, within: float = 0.0) -> bool:
 
 
 # Where a step fails: in a stage's forward or backward, in a hook of a weight of its own or of the
-# tie, in a codec, in the loss, and by Ctrl-C behind the wait for a transfer.
+# tie, in a codec, or in the loss.
 SENDS, RECEIVES = (
     [f"{one} activations", f"{other} gradients"]
     for one, other in (("encode", "decode"), ("decode", "encode"))
 )
-KINDS = ["F", "B", "hook", "tie", "loss", *SENDS, *RECEIVES, "wait"]
+KINDS = ["F", "B", "hook", "tie", "loss", *SENDS, *RECEIVES]
 
 
 def stages_that_can(kind: str, num_stages: int) -> list[int]:
@@ -179,7 +176,7 @@ def stages_that_can(kind: str, num_stages: int) -> list[int]:
 def test_random_failures_are_one_error_on_all_ranks_and_training_goes_on(how: str) -> None:
     """Among good steps, compared with a training that never fails. Each kind comes once.
 
-    The error is what was raised, interrupts too, and names the action.
+    The error is what was raised, and names the action.
     """
     choose = random.Random(16)  # the same on all ranks
     places, schedule, _ = WAYS[how]
@@ -192,11 +189,10 @@ def test_random_failures_are_one_error_on_all_ranks_and_training_goes_on(how: st
                 one.step(number)
         stage, microbatch = choose.choice(stages_that_can(kind, len(places))), choose.randrange(4)
         where = num_replicas * places[stage] + choose.randrange(num_replicas)
-        errors: list[BaseException] = [KeyboardInterrupt(), SystemExit(0), OSError("lost")]
-        error = choose.choice([*errors, asyncio.CancelledError()])
+        error = choose.choice([ValueError("wrong"), OSError("lost"), MemoryError()])
         here = stage if rank() == where else -1
         said = training.failing(number, here, kind, microbatch, error)
-        why = "KeyboardInterrupt" if kind == "wait" else type(error).__name__
+        why = type(error).__name__
         if kind in SENDS + RECEIVES:
             why = f"ValueError: no {kind}"
         assert said.startswith(why if rank() == where else "StepError: "), (number, kind)
@@ -217,17 +213,15 @@ def test_random_failures_are_one_error_on_all_ranks_and_training_goes_on(how: st
 class Interrupting(sync_points.Backend):
     """Raises KeyboardInterrupt in the main thread, right behind a wait, a send or a receive."""
 
-    def __init__(self, what: str, number: int, *, times: int = 1) -> None:
+    def __init__(self, what: str, number: int) -> None:
         self._what = what
         self._number = number
-        self._times = times
 
     def _count(self, what: str) -> None:
         if what == self._what and threading.current_thread() is threading.main_thread():
             self._number -= 1
             if self._number < 0:
-                self._times -= 1
-                self._what = self._what if self._times else ""
+                self._what = ""
                 raise KeyboardInterrupt
 
     def wait_work(self, work: Work) -> None:
@@ -245,61 +239,64 @@ class Interrupting(sync_points.Backend):
         return work
 
 
-def interrupted(training: Training, seed: int, what: str, number: int, *, times: int = 1) -> str:
-    with sync_points.using(Interrupting(what, number, times=times)):
+def interrupted(training: Training, seed: int, what: str, number: int) -> str:
+    with sync_points.using(Interrupting(what, number)):
         return training.step(seed)
 
 
-def test_an_interrupt_of_all_ranks_behind_a_transfer_is_no_hang() -> None:
-    """gloo waits for ever with a message that has come: Ctrl-C on all ranks never ended."""
-    with closing(Training()) as training, closing(Training()) as twin:
-        for seed, number in enumerate((0, 3, 6)):  # in the first step and later
-            assert interrupted(training, seed, "wait", number).startswith("KeyboardInterrupt")
-            assert [one.step(seed) for one in (training, twin)] == ["", ""]
-            assert equal(training, twin)
+# A rank may meet the connection that was cut before it reads that nobody can go on.
+REFUSALS = "ReduceError: ", "StepError: ", "StallError: "
 
 
-@pytest.mark.parametrize("op", [Op.POST_RECEIVE, Op.SEND])
-def test_an_interrupt_right_behind_an_item_makes_it_no_second_time(op: Op) -> None:
-    """A second message, or a receive that nobody served: the step ended after 30 minutes."""
-    with closing(Training()) as training, closing(Training()) as twin:
-        for one in (training, twin):
-            one.step(0)
-        if rank() == 1:
-            (kind,) = training.scheduler._steps._kinds.values()
-            calls, pipeline_rank = kind._calls, training.at.coordinate("pp")
-            items = list(kind.program.decoded(pipeline_rank))
-            at = [number for number, item in enumerate(items) if item.op is op][1]
-            method, arguments = calls[at]
-
-            def behind(*given: Any) -> None:
-                method(*given)
-                calls[at] = method, arguments
-                raise KeyboardInterrupt
-
-            calls[at] = behind, arguments
-        said = training.step(1)
-        assert said.startswith("KeyboardInterrupt" if rank() == 1 else "StepError: ")
-        assert [one.step(2) for one in (training, twin)] == ["", ""]
-        assert equal(training, twin)
-
-
-# The third: a second Ctrl-C, while the transfers of the failed step end.
 @pytest.mark.ranks(4, ends_world=True)  # a StallError ends the job of these ranks
-@pytest.mark.parametrize(("what", "times"), [("send", 1), ("receive", 1), ("wait", 2)])
-def test_what_nobody_can_know_is_final(what: str, times: int) -> None:
-    """Ctrl-C behind the start of a transfer, before it is noted."""
+@pytest.mark.parametrize("what", ["send", "receive", "wait"])
+def test_an_interrupt_is_final(what: str) -> None:
+    """Ctrl-C behind the start of a transfer, before it is noted, or behind its end."""
     with closing(Training()) as training:
         training.step(0)
         if rank() == 1:
-            said = interrupted(training, 1, what, 1, times=times)
-            assert said.startswith("KeyboardInterrupt")
+            assert interrupted(training, 1, what, 1).startswith("KeyboardInterrupt")
         else:
             assert "rank 1: KeyboardInterrupt" in training.step(1)
-        # A rank may meet the connection that was cut before it reads that nobody can go on.
-        refusals = ("ReduceError: ", "StepError: ", "StallError: ")
         for seed in (2, 3):
-            assert training.step(seed).startswith(refusals)
+            assert training.step(seed).startswith(REFUSALS)
+
+
+@pytest.mark.ranks(4, ends_world=True)
+@pytest.mark.parametrize("kind", ["F", "B"])
+@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError()], ids=repr)
+def test_an_exit_in_a_stage_is_final(kind: str, error: BaseException) -> None:
+    with closing(Training()) as training:
+        training.step(0)
+        said = training.failing(1, 1 if rank() == 3 else -1, kind, 1, error)
+        why = type(error).__name__
+        assert said.startswith(why) if rank() == 3 else f"rank 3: {why}" in said
+        assert training.step(2).startswith(REFUSALS)
+
+
+@pytest.mark.ranks(4, ends_world=True)
+@pytest.mark.parametrize("number", [0, 3, 6])  # in the first step, and later
+def test_behind_an_interrupt_of_all_ranks_another_scheduler_goes_on(number: int) -> None:
+    """gloo waits for ever with a message that has come: Ctrl-C on all ranks never ended."""
+    with closing(Training()) as training:
+        if number:
+            training.step(0)
+        # A connection may be cut before the wait of this rank ends.
+        assert "KeyboardInterrupt" in interrupted(training, 1, "wait", number)
+        assert training.step(2).startswith(REFUSALS)
+    with closing(Training()) as training, closing(Training()) as twin:
+        assert [one.step(0) for one in (training, twin)] == ["", ""]
+        assert equal(training, twin)
+
+
+@pytest.mark.ranks(4, ends_world=True)
+def test_an_interrupt_while_the_transfers_of_a_failed_step_end_is_final() -> None:
+    with closing(Training()) as training:
+        training.step(0)
+        with sync_points.using(Interrupting("wait", 0) if rank() == 1 else sync_points.in_use):
+            said = training.failing(1, 0 if rank() == 1 else -1, "F", 1, ValueError("wrong"))
+        assert said.startswith("KeyboardInterrupt" if rank() == 1 else "StepError: ")
+        assert training.step(2).startswith(REFUSALS)
 
 
 def test_replicas_have_batches_of_their_own_size() -> None:
