@@ -16,9 +16,9 @@ So a failure is noticed by ranks that ended the step before it.
 
 [Note: names of metrics] The messages of all ranks must have one length. The names of the losses of
 stages are known when the Scheduler is made. But a rank without the last stage does not know which
-metrics loss_fn returns. All ranks learn their names when the first step of a kind has ended: see
-[Note: first step]. The message of that step is then sent again, with the metrics. From then on
-other names are an error of the step.
+metrics loss_fn returns. All ranks learn their names when the first step of a kind has ended, and
+send its message behind that: see [Note: first step]. From then on other names are an error of the
+step.
 
 [Note: divided at the end] With "token_mean" no rank knows the total weight before the last forward
 of the last replica. So backwards begin with one, and gradients are sums. When the computes of a
@@ -264,6 +264,9 @@ class Losses:
 
     Attributes:
         is_weighted: The argument.
+        learned: By forward_only: the names of loss_fn's metrics, the same on all ranks; None if no
+            rank has computed a loss in the first step. Then those of the other kind of step are
+            expected, if they are known.
     """
 
     def __init__(
@@ -285,8 +288,7 @@ class Losses:
         self._device = device
         self.is_weighted = is_weighted
         self._auxiliary = auxiliary
-        # By forward_only: the names of loss_fn's metrics; None if the first step had no loss.
-        self._learned = dict[bool, tuple[str, ...] | None]()
+        self.learned = dict[bool, tuple[str, ...] | None]()
         # Of this step, and of those that it continues.
         self._weight = torch.zeros((), dtype=torch.float64, device=device)
         self._owes_weight = False  # whether other ranks wait for the weight of this step
@@ -311,7 +313,7 @@ class Losses:
         if not continues:
             self._weight = torch.zeros_like(self._weight)
         # Set before anything can fail: a rank whose step fails sends its part all the same, in
-        # `send`. Otherwise the others would wait for it in this all-reduce.
+        # `send_owed_weight`. Otherwise the others would wait for it in this all-reduce.
         self._owes_weight = reduces
 
     def terms(self, divisor: float, *, forward_only: bool, is_last: bool) -> LossTerms:
@@ -327,9 +329,9 @@ class Losses:
 
     def _names(self, forward_only: bool) -> tuple[str, ...] | None:
         """Returns the names of loss_fn's metrics; None in the first step of a kind."""
-        if forward_only not in self._learned:
+        if forward_only not in self.learned:
             return None
-        learned = (self._learned.get(kind) for kind in (forward_only, not forward_only))
+        learned = (self.learned.get(kind) for kind in (forward_only, not forward_only))
         return next((names for names in learned if names is not None), ())
 
     def divisor(self, terms: LossTerms) -> Tensor | None:
@@ -359,6 +361,8 @@ class Losses:
     ) -> StepResult:
         """Adds this rank's part of the loss to that of the others; returns at once.
 
+        It sends what [Note: message of a loss] lists.
+
         Args:
             terms: Of this rank.
             forward_only: Which kind of step it is: evaluation or training.
@@ -367,61 +371,27 @@ class Losses:
             outputs: For the result.
             on_failure: As that of `StepResult`.
         """
-        if self._owes_weight:  # the step failed before this rank sent it
-            self._send_weight(torch.zeros(()))
-        names = *self._auxiliary, *(self._names(forward_only) or ())
+        names, number = (*self._auxiliary, *(self._names(forward_only) or ())), self._num_copies
+        numbers = [
+            terms.total / number,
+            failed,
+            (terms.weight if self.is_weighted else terms.count) / number,
+            terms.num_different,
+            *(terms.metric(name) / number for name in names),
+            *times,
+        ]
         return StepResult(
-            self._message(terms, names, failed=failed, times=times),
+            self._reduced(numbers),
             names,
             is_weighted=self.is_weighted,
             outputs=outputs,
             on_failure=on_failure,
         )
 
-    def learn(
-        self,
-        names: tuple[str, ...] | None,
-        *,
-        forward_only: bool,
-        terms: LossTerms,
-        result: StepResult,
-    ) -> None:
-        """Takes the names of loss_fn's metrics, after a first step; see [Note: names of metrics].
-
-        Args:
-            names: The same on all ranks; None if no rank has computed a loss. Then the names of the
-                other kind of step are expected, if they are known.
-            forward_only: Which kind of step it was.
-            terms: Of this rank in that step.
-            result: Of that step.
-        """
-        if forward_only in self._learned:
-            return
-        self._learned[forward_only] = names
-        if known := self._names(forward_only):
-            result.names = *self._auxiliary, *known
-            result.message = self._message(terms, result.names)
-
-    def _message(
-        self,
-        terms: LossTerms,
-        names: Sequence[str],
-        *,
-        failed: bool = False,
-        times: Sequence[float] = (),
-    ) -> Message:
-        """Sends what [Note: message of a loss] lists."""
-        number = self._num_copies
-        return self._reduced(
-            [
-                terms.total / number,
-                failed,
-                (terms.weight if self.is_weighted else terms.count) / number,
-                terms.num_different,
-                *(terms.metric(name) / number for name in names),
-                *times,
-            ]
-        )
+    def send_owed_weight(self) -> None:
+        """Sends a weight of 0, if the step failed before this rank sent its own."""
+        if self._owes_weight:
+            self._send_weight(torch.zeros(()))
 
     def close(self) -> None:
         """Destroys the communicator; every rank must call it."""

@@ -7,7 +7,7 @@ before, so a header says it: see [Note: shapes] in `transfers`.
 1. In the Program of the first step every value has a gradient. Of one that has none a header says
    so, and its consumers send back that nothing comes.
 2. All ranks exchange their specs, and the names of their metrics, which must be equal. If a rank
-   failed, all ranks raise, and the next step is a first step again.
+   failed, all ranks raise, and the next step is a first step again. The loss is sent behind that.
 3. If a value has no gradient, each rank lowers the Program again, without a channel back.
 """
 
@@ -405,7 +405,7 @@ class Steps:
             if key not in self._kinds:
                 self._kinds[key] = self._like_known(schedule, self._kinds[known])
             kind = self._kinds[key]
-            result, _ = self._run(kind, batch)
+            result = self._result(kind, *self._run(kind, batch))
             if kind.times is not None:
                 # A message, not the result: that may hold large outputs.
                 read = partial(result.message.times, len(result.names))
@@ -515,8 +515,8 @@ class Steps:
 
     # One step.
 
-    def _run(self, kind: StepKind, batch: Batch) -> tuple[StepResult, LossTerms]:
-        """Runs a step of a kind; returns the result, and this rank's part of it."""
+    def _run(self, kind: StepKind, batch: Batch) -> tuple[LossTerms, Outputs]:
+        """Runs a step of a kind; returns this rank's part of its result."""
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
         # A step that fails before its first item must make all of its transfers. So what counts a
         # step begins here, in front of all that may raise.
@@ -550,9 +550,13 @@ class Steps:
                 with kind.activity:
                     self._fail(kind, error, begun=begun)
             raise
-        result = losses.send(
+        return terms, outputs
+
+    def _result(self, kind: StepKind, terms: LossTerms, outputs: Outputs) -> StepResult:
+        """Sends this rank's part of the result of a step that has ended well."""
+        result = self._losses.send(
             terms,
-            forward_only=not training,
+            forward_only=kind.program.forward_only,
             times=() if kind.times is None else kind.times.numbers(),
             outputs=outputs,
             # A result may be kept for longer than the Scheduler, and must not keep its
@@ -562,7 +566,7 @@ class Steps:
         if self._feedback is not None:
             message = result.message
             self._feedback.end(lambda: message.has_failed or message.wrong is not None)
-        return result, terms
+        return result
 
     def _accepted(self, kind: StepKind, batch: Batch) -> tuple[Given, LossTerms, float]:
         """Refuses a batch that does not fit.
@@ -704,13 +708,18 @@ class Steps:
             kind.forget()
         self._sharded.forget()
         with contextlib.suppress(RuntimeError):  # another rank has died
-            # Every rank sends a loss in every step, or later losses would be added to this one.
-            self._losses.send(
-                self._losses.terms(1.0, forward_only=forward_only, is_last=self._has_last_stage),
-                forward_only=forward_only,
-                failed=True,
-                times=() if kind.times is None else [0.0] * kind.times.size,
-            )
+            self._losses.send_owed_weight()
+            # Every rank sends a loss in every step, or later losses would be added to this one. No
+            # rank sends that of a first step that has failed: see [Note: first step].
+            if kind in self._kinds.values():
+                self._losses.send(
+                    self._losses.terms(
+                        1.0, forward_only=forward_only, is_last=self._has_last_stage
+                    ),
+                    forward_only=forward_only,
+                    failed=True,
+                    times=() if kind.times is None else [0.0] * kind.times.size,
+                )
         if interrupt is not None:
             raise interrupt from error
         if begun:  # the error of a batch that does not fit is this rank's own
@@ -730,16 +739,16 @@ class Steps:
         links = self.pipeline.wiring.links
         kind = self._new_kind(schedule, links, specs, forward_only=forward_only)
 
-        def run() -> tuple[tuple[StepResult, LossTerms] | BaseException, Learned | None]:
+        def run() -> tuple[tuple[LossTerms, Outputs] | BaseException, Learned | None]:
             # An error is not raised inside of `agree`, which would raise it on all ranks in its own
             # words. It is raised behind `agree`, when all ranks have ended the step.
             try:
-                result, terms = self._run(kind, batch)
+                terms, outputs = self._run(kind, batch)
             except BaseException as error:
                 if nobody_comes(error):
                     raise
                 return error, None
-            return (result, terms), Learned(specs, terms.metrics)
+            return (terms, outputs), Learned(specs, terms.metrics)
 
         # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
         ranks = sorted(topology.ranks)
@@ -751,7 +760,6 @@ class Steps:
         )
         if isinstance(outcome, BaseException):
             raise outcome
-        result, terms = outcome
         learned = {r: one for r, one in zip(ranks, replies, strict=True) if one is not None}
         try:
             if len(learned) < len(ranks):
@@ -765,19 +773,14 @@ class Steps:
             if not forward_only:
                 self._sync.drop_gradients()
             raise
-        names = [one.metrics for one in learned.values() if one.metrics is not None]
-        self._losses.learn(
-            names[0] if names else None,
-            forward_only=forward_only,
-            terms=terms,
-            result=result,
-        )
+        names = (one.metrics for one in learned.values() if one.metrics is not None)
+        self._losses.learned[forward_only] = next(names, None)
         # Each rank has seen the values that it made or received. All ranks of a pipeline together
         # have seen all of them, and a rank needs them all to lower the programs of the others.
         for rank in topology.ranks_along(topology.pipeline):
             specs.update(learned[rank].specs)
         self._keep(kind)
-        return result
+        return self._result(kind, *outcome)
 
     def _keep(self, kind: StepKind) -> None:
         """Keeps a kind after its first step, without channels for gradients that never come."""
