@@ -40,11 +40,6 @@ from pipegrad.plugins.codec import CARRIED, Carried, CodecSpec, EdgeCodec, codec
 from pipegrad.plugins.registry import ResolvedPlugin
 
 NONE = "none"
-_AUTO = "auto"
-_NO_AUTO = (
-    "codecs are 'auto', and no run chooses them: name the codec, on all hops or on some such as "
-    "{'0-1': 'int8'}; `pipegrad plan --costs` says what a step takes with it"
-)
 _SHOWN = 20  # hops in a message
 
 Hop = tuple[int, int]  # two pipeline ranks, the lower one first
@@ -73,6 +68,13 @@ class CodecChoice:
     def of(self, hop: Hop, carried: Carried) -> Codec | None:
         """Returns the codec of a hop; None if values cross as they are."""
         return self.hops.get(hop, self.others).get(carried)
+
+    def coding(
+        self, source: int, target: int, carried: Carried, feedback: Feedback
+    ) -> Coding | None:
+        """Returns the coding between two pipeline ranks; None if values cross as they are."""
+        codec = self.of((min(source, target), max(source, target)), carried)
+        return None if codec is None else Coding(codec, carried, feedback)
 
     def check(self, known: Collection[Hop]) -> None:
         """Refuses hops that nothing crosses.
@@ -126,8 +128,6 @@ def choice_of(spec: CodecsSpec) -> CodecChoice:
 
 
 def _hop(key: object) -> Hop:
-    if key == _AUTO:
-        raise ScheduleError(_NO_AUTO)
     ranks: Any = key
     if isinstance(key, str) and re.fullmatch(r"\d+-\d+", key):
         ranks = tuple(map(int, key.split("-")))
@@ -161,8 +161,6 @@ def _both(spec: Any) -> Both:  # noqa: ANN401 - of a user
 def _resolved(spec: Any) -> Codec | None:  # noqa: ANN401 - of a user
     if spec is None or spec == NONE:
         return None
-    if _AUTO in (spec, spec.get("name") if isinstance(spec, Mapping) else None):
-        raise ScheduleError(_NO_AUTO)
     codec = codecs.resolve(spec)
     wrong = [carried for carried in codec.plugin.carries if carried not in CARRIED]
     if wrong or not codec.plugin.carries:
@@ -254,77 +252,17 @@ class Coding:
             raise
 
 
-class Codings:
-    """The codings of all hops; the same choice on all ranks.
-
-    Args:
-        choice: Which codec carries what over which hop.
-        cut: A digest of the cut: what the stages hold and hand on, and where they are.
-
-    Attributes:
-        choice: The same.
-        feedback: The errors of the gradients that this rank has encoded.
-    """
-
-    def __init__(self, choice: CodecChoice, cut: str) -> None:
-        self.feedback = Feedback()
-        self._cut = cut
-        self.choice = choice
-        self._codings: dict[tuple[Hop, Carried], Coding | None] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the errors of gradients on this rank, and their cut; empty if there are none."""
-        errors = self.feedback.state_dict()
-        return {"cut": self._cut, "errors": errors} if errors else {}
-
-    def load(self, state: Mapping[str, Any], ranks: Sequence[int]) -> None:
-        """Takes a `state_dict` of this rank; all of these ranks call it.
-
-        Raises:
-            PlanError: If a rank was given something else, or errors of another cut; on all ranks.
-                Then none has errors.
-        """
-        try:
-            agree("the state of codecs", lambda: self._load(state), ranks=ranks)
-        except PipegradError as error:
-            self.feedback.clear()
-            raise PlanError(str(error)) from error
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        # Positions are numbers. The same number is another value in another cut, often of the same
-        # shape.
-        if not isinstance(state, Mapping):
-            raise PlanError(
-                f"the state of codecs is a {type(state).__name__}, expected what state_dict() "
-                f"returns"
-            )
-        if state and state.get("cut") != self._cut:
-            raise PlanError(
-                "the state of codecs is of another cut: of a model with other stages, or with "
-                "stages on other ranks; it fits into its own cut alone"
-            )
-        self.feedback.load_state_dict(state.get("errors", {}))
-
-    def of(self, source: int, target: int, carried: Carried) -> Coding | None:
-        """Returns the coding between two pipeline ranks; None if values cross as they are.
-
-        A coding is the same object in all kinds of step, and for all values of the hop.
-        """
-        hop = (source, target) if source < target else (target, source)
-        if (hop, carried) not in self._codings:
-            codec = self.choice.of(hop, carried)
-            coding = None if codec is None else Coding(codec, carried, self.feedback)
-            self._codings[hop, carried] = coding
-        return self._codings[hop, carried]
-
-
 class Feedback:
     """The errors of all gradients that this rank has encoded, each as large as its gradient.
 
     See [Note: errors of a step].
+
+    Args:
+        cut: A digest of the cut: what the stages hold and hand on, and where they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cut: str = "") -> None:
+        self._cut = cut
         self._errors: dict[Position, Tensor] = {}
         self._pending: dict[Position, Tensor] = {}  # of the last step
         self._has_failed: Callable[[], bool] | None = None  # None: it has not ended on this rank
@@ -368,30 +306,49 @@ class Feedback:
         self._has_failed = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all errors, on the host, by position; empty if there are none.
+        """Returns copies of all errors, on the host, and their cut; empty if there are none.
 
         They are those of steps that ended well: see `decide`.
         """
         self.decide()
-        return {
+        errors = {
             f"{link} of {microbatch}": error.detach().to("cpu", copy=True)
             for (link, microbatch), error in self._errors.items()
         }
+        return {"cut": self._cut, "errors": errors} if errors else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the errors of a `state_dict`, in place of its own.
+    def load(self, state: Mapping[str, Any], ranks: Sequence[int]) -> None:
+        """Takes a `state_dict` of this rank in place of its errors; all of these ranks call it.
 
         Raises:
-            PlanError: If it is something else. Then there are no errors.
+            PlanError: If a rank was given something else, or errors of another cut; on all ranks.
+                Then none has errors.
         """
         self.clear()
-        loaded = dict[Position, Tensor]()
-        for key, error in state.items():
+        try:
+            agree("the state of codecs", lambda: self._load(state), ranks=ranks)
+        except PipegradError as error:
+            self.clear()
+            raise PlanError(str(error)) from error
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        # Positions are numbers. The same number is another value in another cut, often of the same
+        # shape.
+        if not isinstance(state, Mapping):
+            raise PlanError(
+                f"the state of codecs is a {type(state).__name__}, expected what state_dict() "
+                f"returns"
+            )
+        if state and state.get("cut") != self._cut:
+            raise PlanError(
+                "the state of codecs is of another cut: of a model with other stages, or with "
+                "stages on other ranks; it fits into its own cut alone"
+            )
+        for key, error in state.get("errors", {}).items():
             match = re.fullmatch(r"(\d+) of (\d+)", str(key))
             if match is None or not isinstance(error, Tensor):
                 raise PlanError(
                     f"{key!r} is no error of a codec, but {type(error).__name__}: expected what "
                     f"state_dict() returns"
                 )
-            loaded[int(match[1]), int(match[2])] = error.clone()
-        self._errors = loaded
+            self._errors[int(match[1]), int(match[2])] = error.clone()

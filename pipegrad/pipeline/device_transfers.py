@@ -30,7 +30,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.collectives import HEADERS
 from pipegrad.comm.sync_points import Done
 from pipegrad.errors import StepError
-from pipegrad.pipeline.codings import Codings
+from pipegrad.pipeline.codings import CodecChoice, Feedback
 from pipegrad.pipeline.edges import Edges, Key, Spec, as_bytes, header
 from pipegrad.pipeline.transfers import Transfers
 from pipegrad.schedules.program.program import Channel
@@ -52,9 +52,12 @@ class DeviceTransfers(Transfers):
         device: torch.device,
         *,
         specs: dict[int, Spec],
-        codings: Codings,
+        codecs: CodecChoice,
+        feedback: Feedback,
     ) -> None:
-        super().__init__(channels, rank, edges, device, specs=specs, codings=codings)
+        super().__init__(
+            channels, rank, edges, device, specs=specs, codecs=codecs, feedback=feedback
+        )
         self._inbound = sync_points.in_use.stream(device, "pipegrad receives")
 
     def post(self, channel: int, microbatch: int) -> None:
@@ -107,7 +110,8 @@ class DeviceTransfers(Transfers):
         """Starts to send a tensor, and then its header; see `Transfers.send`."""
         end, key, like = self._ends[channel], (channel, microbatch), spec or Spec.of(tensor)
         if end.coding is not None:
-            tensor = self._encoded(end, key, tensor, like)
+            position = self._channels[channel].link, microbatch
+            tensor = end.coding.encoded(tensor, like, position)
         message, head = as_bytes(tensor.contiguous()), header(self._step, key, like)
         if end.is_value:
             end.sizes.check_size(like)

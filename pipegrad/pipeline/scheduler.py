@@ -358,7 +358,7 @@ class Scheduler:
         Raises:
             StepError: Inside a step.
         """
-        state, errors = self.sync.state_dict(), self._steps.codings.state_dict()
+        state, errors = self.sync.state_dict(), self._steps.feedback.state_dict()
         plan = {"plan": self.sync.plan.digest, "handlers": {}}
         return {**plan, **state, "codecs": errors} if errors else state
 
@@ -372,11 +372,10 @@ class Scheduler:
                 is none of theirs, or of another cut. Then they start anew.
             StepError: Inside a step.
         """
-        codings = self._steps.codings
-        codings.feedback.clear()
+        self._steps.feedback.clear()
         self.sync.load_state_dict({key: v for key, v in state.items() if key != "codecs"})
-        if not codings.choice.is_none:
-            codings.load(state.get("codecs", {}), sorted(self.topology.ranks))
+        if not self.codecs.is_none:
+            self._steps.feedback.load(state.get("codecs", {}), sorted(self.topology.ranks))
 
     @property
     def schedule(self) -> Schedule:
@@ -413,7 +412,7 @@ class Scheduler:
     @property
     def codecs(self) -> CodecChoice:
         """Which codec carries what over which hop; printable."""
-        return self._steps.codings.choice
+        return self._steps.pipeline.codecs
 
     @property
     def choice(self) -> Any:  # noqa: ANN401 - that of whoever makes schedules

@@ -37,7 +37,7 @@ from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.batch import Batch, Batches, Given, joined
 from pipegrad.pipeline.cells import Autocast, Compute, Method
-from pipegrad.pipeline.codings import Codings
+from pipegrad.pipeline.codings import Feedback
 from pipegrad.pipeline.compare import BatchCheck, Facts
 from pipegrad.pipeline.device_transfers import DeviceTransfers
 from pipegrad.pipeline.edges import Edges, Spec
@@ -274,7 +274,7 @@ class Steps:
         batches: Turns what a step is given into microbatches.
         report: What the last step did with its inputs.
         edges: The communicators between stages.
-        codings: Which values cross in fewer bytes.
+        feedback: The errors of encoded gradients.
     """
 
     def __init__(
@@ -336,9 +336,7 @@ class Steps:
         # Of what the stages hold and hand on, and of where they are.
         held = [[(e.name, e.shape) for e in stage] for stage in sync.manifest.stages]
         words = f"{held} {pipeline.wiring.links} {topology.stage_to_rank}"
-        self.codings = Codings(pipeline.codecs, hashlib.sha256(words.encode()).hexdigest())
-        # The errors of encoded gradients; None if everything crosses as it is.
-        self._feedback = None if pipeline.codecs.is_none else self.codings.feedback
+        self.feedback = Feedback(hashlib.sha256(words.encode()).hexdigest())
         self._notice = FailureNotice(f"step {name}")  # it counts the steps of all kinds
         # By forward_only, number of microbatches, and chunks. There is none before the first step
         # of any number has ended on all ranks.
@@ -469,7 +467,13 @@ class Steps:
         between = Transfers if self.edges.is_tagged else DeviceTransfers
         rank = topology.coordinate(topology.pipeline)
         transfers = between(
-            program.channels, rank, self.edges, sync.device, specs=specs, codings=self.codings
+            program.channels,
+            rank,
+            self.edges,
+            sync.device,
+            specs=specs,
+            codecs=self.pipeline.codecs,
+            feedback=self.feedback,
         )
         values = Values(
             program,
@@ -563,9 +567,8 @@ class Steps:
             # communicators and buffers. So it holds this object weakly.
             on_failure=partial(_drop_failed, weakref.ref(self), self._notice.step),
         )
-        if self._feedback is not None:
-            message = result.message
-            self._feedback.end(lambda: message.has_failed or message.wrong is not None)
+        message = result.message  # and not the result, which may hold large outputs
+        self.feedback.end(lambda: message.has_failed or message.wrong is not None)
         return result
 
     def _accepted(self, kind: StepKind, batch: Batch) -> tuple[Given, LossTerms, float]:
@@ -579,8 +582,7 @@ class Steps:
         if not training:
             # All ranks must take part, also one that refuses its batch below.
             sync.publish_if_due()
-        if self._feedback is not None:
-            self._feedback.decide()
+        self.feedback.decide()
         given, divisor = self._given(kind, batch)
         terms = losses.terms(divisor, forward_only=not training, is_last=self._has_last_stage)
         if batch.loss_divisor is None and not losses.is_weighted:
@@ -768,8 +770,7 @@ class Steps:
             same("the metrics of loss_fn", metrics)
         except PipegradError:
             # All ranks raise it, with the step behind them: what the step has left goes everywhere.
-            if self._feedback is not None:
-                self._feedback.end(lambda: True)
+            self.feedback.end(lambda: True)
             if not forward_only:
                 self._sync.drop_gradients()
             raise

@@ -43,7 +43,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.collectives import HEADERS, TRANSFERS
 from pipegrad.comm.sync_points import HostWork, Work
 from pipegrad.errors import StepError
-from pipegrad.pipeline.codings import Coding, Codings
+from pipegrad.pipeline.codings import CodecChoice, Coding, Feedback
 from pipegrad.pipeline.edges import Edges, Inbox, Key, Spec, header, read_header
 from pipegrad.schedules.program.program import Channel
 
@@ -181,7 +181,8 @@ class Transfers:
         device: Where values are.
         specs: What values look like in the first microbatch, by link. The first step of a kind
             adds those that this rank receives.
-        codings: Which values cross in fewer bytes; see [Note: codecs].
+        codecs: Which values cross in fewer bytes; see [Note: codecs].
+        feedback: The errors of encoded gradients.
 
     Attributes:
         is_in_doubt: Whether a wait has failed half-way: see [Note: interrupts].
@@ -198,7 +199,8 @@ class Transfers:
         device: torch.device,
         *,
         specs: dict[int, Spec],
-        codings: Codings,
+        codecs: CodecChoice,
+        feedback: Feedback,
     ) -> None:
         self._channels = channels
         self._num_channels = len(channels)
@@ -207,7 +209,7 @@ class Transfers:
         self._specs = specs
         self._sizes: dict[tuple[int, int], Sizes] = {}  # by link, and the rank at its other end
         self._ends = {
-            number: self._end(channel, rank, edges, codings)
+            number: self._end(channel, rank, edges, codecs, feedback)
             for number, channel in enumerate(channels)
             if rank in (channel.source, channel.target)
         }
@@ -222,7 +224,9 @@ class Transfers:
         for sizes in self._sizes.values():
             sizes.grow()
 
-    def _end(self, channel: Channel, rank: int, edges: Edges, codings: Codings) -> End:
+    def _end(
+        self, channel: Channel, rank: int, edges: Edges, codecs: CodecChoice, feedback: Feedback
+    ) -> End:
         """Returns this rank's end of a channel."""
         link, kind, source, target = channel
         sends, is_value = source == rank, kind == "F"
@@ -232,7 +236,7 @@ class Transfers:
             *edges.host(other, channel),
             edges.inbox(other, channel),
             self._sizes.setdefault((link, other), Sizes(self._specs.get(link))),
-            codings.of(source, target, "activations" if is_value else "gradients"),
+            codecs.coding(source, target, "activations" if is_value else "gradients", feedback),
             is_value,
         )
 
@@ -311,10 +315,8 @@ class Transfers:
         else:
             inbox.spare += 1
         message = receive.memory
-        if spec is not None:
-            wire = spec if end.coding is None else end.coding.on_wire(spec)
-            if wire != receive.like:
-                message = self._shown(end, receive, wire)
+        if spec is not None and (wire := end.on_wire(spec)) != receive.like:
+            message = self._shown(end, receive, wire)
         del self._receiving[key]
         self.is_in_doubt = False
         return message, spec
@@ -373,7 +375,8 @@ class Transfers:
         """
         end, key = self._ends[channel], (channel, microbatch)
         if end.coding is not None:
-            tensor = self._encoded(end, key, tensor, spec or Spec.of(tensor))
+            position = self._channels[channel].link, microbatch
+            tensor = end.coding.encoded(tensor, spec or Spec.of(tensor), position)
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         tag = TRANSFERS + microbatch * self._num_channels + channel  # `_tag`, without a call
@@ -387,12 +390,6 @@ class Transfers:
         if tensor.nbytes > end.sizes.capacity:
             self._start(key, end.group, torch.empty(0), end.peer, tag)
         self._start(key, end.group, tensor, end.peer, tag)
-
-    def _encoded(self, end: End, key: Key, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-        """Returns the message of a value or a gradient that has a codec."""
-        assert end.coding is not None
-        position = self._channels[key[0]].link, key[1]
-        return end.coding.encoded(tensor, spec, position)
 
     def _start(
         self, key: Key, group: dist.ProcessGroup, message: torch.Tensor, peer: int, tag: int
