@@ -259,12 +259,15 @@ class Feedback:
 
     Args:
         cut: A digest of the cut: what the stages hold and hand on, and where they are.
+
+    Attributes:
+        pending: Those of the last step; empty if nothing was encoded in it.
     """
 
     def __init__(self, cut: str = "") -> None:
         self._cut = cut
         self._errors: dict[Position, Tensor] = {}
-        self._pending: dict[Position, Tensor] = {}  # of the last step
+        self.pending: dict[Position, Tensor] = {}
         self._has_failed: Callable[[], bool] | None = None  # None: it has not ended on this rank
 
     def decide(self) -> None:
@@ -272,8 +275,8 @@ class Feedback:
 
         If there are any, the host waits for the message of the loss.
         """
-        pending, has_failed = self._pending, self._has_failed
-        self._pending, self._has_failed = {}, None
+        pending, has_failed = self.pending, self._has_failed
+        self.pending, self._has_failed = {}, None
         if pending and has_failed is not None and not has_failed():
             self._errors |= pending
 
@@ -283,7 +286,7 @@ class Feedback:
         Args:
             has_failed: Returns whether its gradients are wrong; it may wait for other ranks.
         """
-        self._has_failed = has_failed if self._pending else None
+        self._has_failed = has_failed
 
     def total(self, position: Position, gradient: Tensor) -> Tensor:
         """Returns a gradient and the error of the one before it; the gradient if there is none."""
@@ -297,12 +300,12 @@ class Feedback:
         """Keeps the error of a gradient, if its step ends well; `decoded` is overwritten."""
         error = decoded.neg_().add_(total)
         # A step that overflowed would spoil all that follow, so nan and inf do not stay.
-        self._pending[position] = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.pending[position] = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def clear(self) -> None:
         """Forgets all errors."""
         self._errors.clear()
-        self._pending.clear()
+        self.pending.clear()
         self._has_failed = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -567,8 +567,9 @@ class Steps:
             # communicators and buffers. So it holds this object weakly.
             on_failure=partial(_drop_failed, weakref.ref(self), self._notice.step),
         )
-        message = result.message  # and not the result, which may hold large outputs
-        self.feedback.end(lambda: message.has_failed or message.wrong is not None)
+        if self.feedback.pending:
+            message = result.message  # and not the result, which may hold large outputs
+            self.feedback.end(lambda: message.has_failed or message.wrong is not None)
         return result
 
     def _accepted(self, kind: StepKind, batch: Batch) -> tuple[Given, LossTerms, float]:
@@ -582,7 +583,8 @@ class Steps:
         if not training:
             # All ranks must take part, also one that refuses its batch below.
             sync.publish_if_due()
-        self.feedback.decide()
+        if self.feedback.pending:
+            self.feedback.decide()
         given, divisor = self._given(kind, batch)
         terms = losses.terms(divisor, forward_only=not training, is_last=self._has_last_stage)
         if batch.loss_divisor is None and not losses.is_weighted:
