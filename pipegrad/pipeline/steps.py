@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -375,8 +375,8 @@ class Steps:
         asked: Any = batch.chunks
         if isinstance(asked, Tensor | np.ndarray):
             batch = batch._replace(chunks=asked.tolist())
-        verb = "evaluate" if forward_only else "step"
-        with self._sync.bounded(f"scheduler.{verb}() {notice.step + 1}"), self._autocast.outside():
+        verb = f"scheduler.{'evaluate' if forward_only else 'step'}() {notice.step + 1}"
+        with self._sync.bounded(verb), self._autocast.outside(), self._leaving():
             if self._sync.is_closed:
                 raise StepError("this Scheduler is closed: make another one")
             # Before anything can fail on this rank alone: all ranks count each call, since the
@@ -391,10 +391,6 @@ class Steps:
                     schedule = programs.of_number(batch.number, batch.chunks, notice.step)
             except BaseException as error:  # noqa: BLE001 - raised in the step
                 # Other ranks may run a step of the Scheduler's own number: [Note: other numbers].
-                # After an interrupt they may also run one of this number, and wait for other
-                # transfers.
-                if not isinstance(error, Exception):
-                    self._leave(error)
                 schedule, batch = programs.schedule, batch._replace(error=error)
             key = forward_only, schedule.num_microbatches, schedule.chunks
             known = next((k for k in self._kinds if k[0] is forward_only), None)
@@ -511,6 +507,19 @@ class Steps:
             sharded=self._sharded,
             times=times,
         )
+
+    @contextlib.contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Makes an interrupt end the Scheduler: see [Note: interrupts] in `transfers`.
+
+        It may come where no item runs, such as before the loss is sent.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._leave(error)
+            raise
 
     def _leave(self, error: BaseException) -> None:
         """Makes ranks fail that run a step which this rank cannot take."""

@@ -7,8 +7,9 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from pipegrad import Scheduler, Stage, Topology, Work
 from pipegrad.comm import sync_points
 from pipegrad.errors import StepError
+from pipegrad.pipeline.loss_message import Losses
 from tests.support.gradients.cases import rank
 from tests.support.pipeline import scales
 from tests.support.pipeline.codecs import Fails
@@ -287,6 +289,19 @@ def test_behind_an_interrupt_of_all_ranks_another_scheduler_goes_on(number: int)
     with closing(Training()) as training, closing(Training()) as twin:
         assert [one.step(0) for one in (training, twin)] == ["", ""]
         assert equal(training, twin)
+
+
+@pytest.mark.ranks(4, ends_world=True)
+def test_an_interrupt_before_the_loss_is_sent_is_final() -> None:
+    """This rank sent no loss, and the sums of all later steps had that of a step before."""
+    with closing(Training()) as training:
+        training.step(0)
+        interrupt = mock.patch.object(Losses, "send", side_effect=KeyboardInterrupt)
+        with interrupt if rank() == 1 else nullcontext():
+            x, y = training.batch(1)
+            with pytest.raises(KeyboardInterrupt) if rank() == 1 else nullcontext():
+                training.scheduler.step(x, target=y)
+        assert training.step(2).startswith(REFUSALS)
 
 
 @pytest.mark.ranks(4, ends_world=True)
