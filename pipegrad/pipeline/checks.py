@@ -1,14 +1,14 @@
 """Checks: what makes training another one than that of one process, without an error.
 
-They look before the training steps 1, 2, 4 and 8, and warn: a model may come into evaluation mode
-between two of them. A stage in chunks of time is looked at before its first forward.
+They look in the training steps in which ranks compare their batches, and warn: a model may come
+into evaluation mode between two of them. A stage in chunks of time is looked at before its first
+forward.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Number
 from typing import TypeGuard
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.comm.agreement import warn_once
-from pipegrad.errors import level_of_caller
 from pipegrad.model.suspects import begin_of
 from pipegrad.model.wrappers import fsdp_modules
 from pipegrad.pipeline.stage import Stage
@@ -28,19 +27,21 @@ _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _FEW = 32  # tokens that tell whether chunks see each other
 
 
-def checks_of(pipeline: WiredPipeline, name: str) -> Iterator[Sequence[Check]]:
-    """Returns the checks of this rank, step by step.
+def checks_of(pipeline: WiredPipeline, name: str) -> list[Check]:
+    """Returns the checks of this rank.
 
     Args:
         pipeline: Its stages have their first values: a checkpoint may still be loaded.
         name: The same on all ranks, and of no other Scheduler.
     """
     stages, mixed = pipeline.stages, pipeline.mixed
-    always: Check = partial(_warn_of_evaluation_mode, stages, name)
-    first: list[Check] = [always, partial(_warn_of_batch_norm, pipeline, name)]
+    checks: list[Check] = [
+        partial(_warn_of_evaluation_mode, stages, name),
+        partial(_warn_of_batch_norm, pipeline, name),
+    ]
     if mixed is not None and pipeline.topology.rank == mixed[0]:
-        first.append(partial(_warn_of_mixed_models, stages, mixed, _begins(stages)))
-    return iter([first, [always], [], [always], [], [], [], [always]])
+        checks.append(partial(_warn_of_mixed_models, stages, mixed, _begins(stages), name))
+    return checks
 
 
 def _warn_of_evaluation_mode(stages: Sequence[Stage], name: str) -> None:
@@ -86,16 +87,16 @@ def _warn_of_batch_norm(pipeline: WiredPipeline, name: str) -> None:
 
 
 def _warn_of_mixed_models(
-    stages: Sequence[Stage], ranks: tuple[int, int], begins: list[str]
+    stages: Sequence[Stage], ranks: tuple[int, int], begins: list[str], name: str
 ) -> None:
     """Warns of stages that train on from the first values of different models."""
     if begins == _begins(stages):
-        warnings.warn(
+        warn_once(
             f"ranks {ranks[0]} and {ranks[1]} have cut models with different first "
             f"values, as after another torch.manual_seed on each rank, and their stages start "
             f"with them: they are a mix of several models. Set one seed on all ranks before "
             f"the model is made, or load one checkpoint into all stages",
-            stacklevel=level_of_caller(),
+            f"mixed models {name}",
         )
 
 

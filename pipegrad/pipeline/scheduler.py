@@ -29,7 +29,6 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.main_grad import MainGrad
 from pipegrad.model.ties import AllTies, Tied
 from pipegrad.pipeline.batch import Batch
-from pipegrad.pipeline.checks import checks_of
 from pipegrad.pipeline.codings import CodecChoice, CodecsSpec
 from pipegrad.pipeline.loss_message import StepResult
 from pipegrad.pipeline.programs import Programs
@@ -190,8 +189,6 @@ class Scheduler:
             wait_seconds=slow_seconds(self.sync.device, agree_seconds),
             check_every=options.get("check_every", CHECK_EVERY),
         )
-        # For each of the first eight training steps.
-        self._checks = checks_of(pipeline, self.sync.name)
 
     def _refuse_unsendable(self) -> None:
         device = self.sync.device
@@ -301,8 +298,6 @@ class Scheduler:
             chunks,
             time_dim,
         )
-        for check in next(self._checks, ()):
-            check()
         return self._steps.run(batch, forward_only=False)
 
     @outside_of_graphs

@@ -37,6 +37,7 @@ from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.batch import Batch, Batches, Given, joined
 from pipegrad.pipeline.cells import Autocast, Compute, Method
+from pipegrad.pipeline.checks import checks_of
 from pipegrad.pipeline.codings import Feedback
 from pipegrad.pipeline.compare import BatchCheck, Facts
 from pipegrad.pipeline.device_transfers import DeviceTransfers
@@ -309,6 +310,7 @@ class Steps:
         )
         self.report: dict[str, str] = {}
         self._check = BatchCheck(topology, timeout_seconds=wait_seconds)
+        self._checks = checks_of(pipeline, sync.name)
         self._check_every = check_every
         self._num_steps = {False: 0, True: 0}  # by forward_only
         self._is_due = False  # whether all ranks compare in this step
@@ -641,6 +643,8 @@ class Steps:
             if self._is_due:
                 news = 0 if forward_only else int(self._sync.news())
                 self._check.compare(replace(facts, news=news), number, forward_only=forward_only)
+        for check in self._checks if self._is_due and not forward_only else ():
+            check()
         self.report = given.report
         return given, divisor
 
