@@ -385,6 +385,8 @@ class Steps:
             # number is in the keys of the board.
             notice.next_step()
             try:
+                if self.edges.is_cut:
+                    raise StepError("this Scheduler has ended in a step: make another one")
                 if not forward_only and self._measured is not None:
                     self._adapt(*self._measured)
                 schedule = programs.schedule
@@ -704,8 +706,13 @@ class Steps:
             self._notice.fail(error)
         # It is unknown which messages were sent, or no other rank may come: nothing is waited for.
         # See [Note: interrupts] in `transfers`.
-        is_over = not isinstance(error, Exception) or kind.transfers.is_in_doubt
-        is_over = is_over or isinstance(error, StallError) or has_lost_connection(error)
+        is_over = (
+            self.edges.is_cut
+            or kind.transfers.is_in_doubt
+            or not isinstance(error, Exception)
+            or isinstance(error, StallError)
+            or has_lost_connection(error)
+        )
         if not forward_only:
             # Before the transfers, which wait for other ranks: the collectives that this starts do
             # not, and other ranks may already wait in `finish`.
