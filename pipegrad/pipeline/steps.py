@@ -163,6 +163,9 @@ class StepKind:
 
         Sync: all on the current stream.
         """
+        # An interrupt may have come while the last step was cleared up. So tables are emptied when
+        # a step begins, too.
+        self.forget()
         self._values.external = given.inputs
         self._compute.begin(given.targets, terms, keeps_outputs=keeps_outputs)
         # FSDP2 must know before the first backward that it is not the last, or it would reduce
@@ -514,16 +517,20 @@ class Steps:
 
     @contextlib.contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Makes an interrupt end the Scheduler: see [Note: interrupts] in `transfers`.
+        """Makes an interrupt end the Scheduler; see [Note: interrupts] in `transfers`.
 
         It may come where no item runs, such as before the loss is sent.
         """
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, Exception):
+            if self._ends(error):
                 self._leave(error)
             raise
+
+    def _ends(self, error: BaseException) -> bool:
+        """Returns True if no step follows an error: an interrupt, unless no rank waits for this."""
+        return len(self._topology.ranks) > 1 and not isinstance(error, Exception)
 
     def _leave(self, error: BaseException) -> None:
         """Makes ranks fail that run a step which this rank cannot take."""
@@ -709,7 +716,7 @@ class Steps:
         is_over = (
             self.edges.is_cut
             or kind.transfers.is_in_doubt
-            or not isinstance(error, Exception)
+            or self._ends(error)
             or isinstance(error, StallError)
             or has_lost_connection(error)
         )

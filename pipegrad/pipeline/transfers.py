@@ -25,9 +25,10 @@ and not used is left to a later transfer: if shapes stay, nothing is posted and 
 evaluations a sender may be a step ahead, so a header has its step, and is read in no earlier one.
 
 [Note: interrupts] Ctrl-C may come between any two lines, such as between the start of a transfer
-and its entry in a table, and no table says so. So no step follows an interrupted one. An error of
-another kind may come in the middle of a wait alone: then `is_in_doubt` says that nobody knows which
-parts of the message have come, and on gloo a second wait for a part would wait for one more.
+and its entry in a table, and no table says so. So no step follows an interrupted one, unless the
+job has one rank. An error of another kind may come in the middle of a wait alone: then
+`is_in_doubt` says that nobody knows which parts of the message have come, and on gloo a second wait
+for a part would wait for one more.
 """
 
 from __future__ import annotations

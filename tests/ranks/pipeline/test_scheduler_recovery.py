@@ -291,6 +291,29 @@ def test_behind_an_interrupt_of_all_ranks_another_scheduler_goes_on(number: int)
         assert equal(training, twin)
 
 
+@pytest.mark.ranks(1)
+def test_an_interrupt_in_a_job_of_one_rank_leaves_the_scheduler() -> None:
+    part = Part(0, is_end=True)
+    scheduler = Scheduler(
+        [Stage(part, 0)],
+        Topology.create(pipeline=1),
+        schedule="gpipe",
+        num_microbatches=MICROBATCHES,
+        loss_fn=nn.functional.mse_loss,
+    )
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    with closing(scheduler):
+        loss = scheduler.step(x, target=x).loss
+        for kind in ("F", "B"):
+            scheduler.sync.drop_gradients()
+            part.calls.clear()
+            part.trick = kind, 1, KeyboardInterrupt()
+            with pytest.raises(KeyboardInterrupt):
+                scheduler.step(x, target=x)
+            part.trick = None
+            assert scheduler.step(x, target=x).loss == loss
+
+
 @pytest.mark.ranks(4, ends_world=True)
 def test_an_interrupt_before_the_loss_is_sent_is_final() -> None:
     """This rank sent no loss, and the sums of all later steps had that of a step before."""
