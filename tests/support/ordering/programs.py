@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import GradientSync, Scheduler, Stage, Topology
-from pipegrad.comm import collectives
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import sites
