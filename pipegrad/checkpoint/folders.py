@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipegrad import run_files
+from pipegrad.errors import CheckpointError, reason
 
 INDEX = "index.json"
 UNFINISHED = ".partial"
@@ -51,6 +52,23 @@ def newest(run: str | Path) -> Path | None:
     if found is not None:
         run_files.refuse_planted(found)
     return found
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Returns the folder of a checkpoint; of a run's folder, its newest checkpoint.
+
+    A folder that is neither is returned, too: who reads it refuses it.
+
+    Raises:
+        CheckpointError: If it cannot be read, or the newest one is a link.
+    """
+    try:
+        found = None if (path / INDEX).exists() else newest(path)
+    except run_files.PlantedError as error:
+        raise CheckpointError(f"{error}, or give it as the checkpoint") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {reason(error)}") from error
+    return found or path
 
 
 def remove_unfinished(run: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from pipegrad.checkpoint.files import Files
+from pipegrad.checkpoint.folders import find_checkpoint
 from pipegrad.checkpoint.state import HANDLERS, OPTIMIZER, State
 from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import CheckpointError, MessageError, PlanError
@@ -34,11 +35,12 @@ class Resumed(NamedTuple):
 def resume(folder: str | Path | None, state: State, *, options: bool = True) -> Resumed:
     """Continues from a checkpoint of any layout. Every rank must call it, between two steps.
 
-    For example, ``resume(newest("runs/first"), state).step`` is the number of steps before it. All
-    bytes are verified first, so a checkpoint that is damaged or does not fit changes nothing.
+    For example, ``resume("runs/first", state).step`` is the number of steps before it. All bytes
+    are verified first, so a checkpoint that is damaged or does not fit changes nothing.
 
     Args:
-        folder: The checkpoint; None, as `newest` returns it of a new run, is refused.
+        folder: The checkpoint, or the folder of a run: then its newest checkpoint is taken. None,
+            as `newest` returns it of a new run, is refused.
         state: Of this rank; it takes the values of the checkpoint.
         options: Whether to take the options of the optimizer too, such as its learning rate.
 
@@ -48,9 +50,11 @@ def resume(folder: str | Path | None, state: State, *, options: bool = True) -> 
     """
     if folder is None:
         raise CheckpointError("there is no checkpoint to resume from: begin with step 0 instead")
+    rank, num_ranks, named = dist.get_rank(), dist.get_world_size(), Path(folder)
+    # The first rank decides for all, since the folder of a run may change at any time.
+    folder = Path(agree("the checkpoint", lambda: str(find_checkpoint(named)))[0])
     # Checks go from cheap to expensive. Parameters change only when all checks have passed on all
     # ranks, so a refused checkpoint leaves no rank half loaded.
-    folder, rank, num_ranks = Path(folder), dist.get_rank(), dist.get_world_size()
     files = _together(folder, lambda: Files(folder))
     _together(folder, lambda: files.verify(rank, num_ranks))
     keys = {key for of_rank in agree("the model", lambda: list(state.tensors())) for key in of_rank}

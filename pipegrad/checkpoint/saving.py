@@ -85,7 +85,8 @@ class Saver:
         Sync: blocks the host until values are copied. Every rank must call it, between two steps.
 
         Raises:
-            CheckpointError: With `wait`, if a rank cannot write it; on all ranks.
+            CheckpointError: If `step` is no number of steps. With `wait`, if a rank cannot write
+                it; on all ranks.
         """
         folder = Path(self.folder or ".") / f"checkpoint-{step}"
         if self.is_writing and not wait:
@@ -137,6 +138,8 @@ class Saver:
 
     def _begin(self, folder: Path, step: int, *, is_copied: bool) -> None:
         """Lets the thread write what this rank has now."""
+        if type(step) is not int or step < 0:
+            raise CheckpointError(f"step is {step!r}, expected a whole number, 0 or more")
         self.wait()
         error: Exception | None = None
         parts: dict[str, Part] = {}

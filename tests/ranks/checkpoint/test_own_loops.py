@@ -205,6 +205,7 @@ def refusals(folder: Path) -> dict[str, str]:
     refused("nothing", lambda: checkpoint.resume(folder / "nothing", state))
     apart = checkpoint.Saver(state, folder / f"of {dist.get_rank()}")
     refused("apart", lambda: apart.save(STOP, wait=True))
+    refused("digits", lambda: apart.save(f"{STOP}"))  # type: ignore[arg-type]
     apart.close()
     other = Loop(LAYOUTS["whole"], torch.optim.RMSprop)
     before = [main.tensor.clone() for main in other.scheduler.sync.main_parameters()]
@@ -225,6 +226,8 @@ def refusals(folder: Path) -> dict[str, str]:
     refused("odd", lambda: odd_saver.write(folder / "odd", 1))
     odd_saver.close()
     saver.close()
+    # Of a run the newest checkpoint is taken.
+    assert checkpoint.resume(folder, state).step == STEPS
     return words
 
 
@@ -316,6 +319,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(folder: Path) -> None:
         in first["nothing"]
     )
     assert "is of another optimizer: RMSprop has the options ['alpha', " in first["optimizer"]
+    assert first["digits"] == "step is '3', expected a whole number, 0 or more"
     assert first["no names"].startswith("the state of this SGD has no names: make it by ")
     assert first["shards"] == "shards: '*.up' matches no parameter"
     assert "odd: rank 0: no checkpoint can be written: what 'odd' keeps" in first["odd"]
