@@ -9,7 +9,7 @@ import os
 
 from pipegrad.errors import ScheduleError
 
-MOST_CELLS = 1_000_000  # stages x microbatches, and x steps where steps are simulated
+MOST_CELLS = 1_000_000  # stages x microbatches
 MOST_STAGES = 4096  # some of what is made has an entry for each pair of them
 LONG_CELLS = 20_000  # with more of them, a command says what it is at
 MOST_NUMBER = 2**63 - 1  # of bytes, of seconds: products and sums of such numbers stay finite
@@ -29,17 +29,16 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def check_size(num_stages: int, num_microbatches: int, num_steps: int = 1) -> None:
-    """Refuses a schedule that is too large to be made whole, or steps of it.
+def check_size(num_stages: int, num_microbatches: int) -> None:
+    """Refuses a schedule that is too large to be made whole.
 
     Raises:
-        ScheduleError: If it has too many stages, or too many stages x microbatches x steps.
+        ScheduleError: If it has too many stages, or too many stages x microbatches.
     """
-    steps = f" in {num_steps:,} steps" if num_steps > 1 else ""
-    if num_stages * num_microbatches * num_steps > MOST_CELLS:
+    if num_stages * num_microbatches > MOST_CELLS:
         raise ScheduleError(
-            f"{_words(num_microbatches)} microbatches on {_words(num_stages)} stages{steps}: "
-            f"expected at most {MOST_CELLS:,} of all multiplied"
+            f"{_words(num_microbatches)} microbatches on {_words(num_stages)} stages: "
+            f"expected at most {MOST_CELLS:,} of both multiplied"
         )
     if num_stages > MOST_STAGES:
         raise ScheduleError(f"{num_stages:,} stages: expected at most {MOST_STAGES:,}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pipegrad import run_files
 from pipegrad.checkpoint.files import Files, write
-from pipegrad.checkpoint.folders import INDEX, newest
-from pipegrad.errors import CheckpointError, PipegradError, reason
+from pipegrad.checkpoint.folders import find_checkpoint
+from pipegrad.errors import CheckpointError, PipegradError
 from pipegrad.gradients.main_params import parted
 from pipegrad.model.suspects import same_bits
 
@@ -52,17 +52,16 @@ def export(
     checkpoint: str | Path,
     path: str | Path,
     *,
-    file_format: str = "safetensors",
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Writes the state dict of the uncut model into a new file; returns it.
+    """Writes the state dict of the uncut model into a new safetensors file; returns it.
 
-    For example, ``export("runs/run", "model.safetensors", dtype=torch.bfloat16)``.
+    For example, ``export("runs/run", "model.safetensors", dtype=torch.bfloat16)``. A file of torch
+    is ``torch.save(load("runs/run"), "model.pt")``.
 
     Args:
         checkpoint: As for `load`.
-        path: Of the file. Nothing may be there.
-        file_format: ``"safetensors"`` or ``"torch"``.
+        path: Of the file, which ends in ``.safetensors``. Nothing may be there.
         dtype: Of floating-point tensors; by default each its own.
 
     Raises:
@@ -73,6 +72,11 @@ def export(
         new = {id(t): t.to(dtype) if t.is_floating_point() else t for t in state.values()}
         state = {name: new[id(tensor)] for name, tensor in state.items()}
     path = Path(path)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(
+            f"{path}: expected a name that ends in .safetensors; for a file of torch: "
+            f"torch.save(pipegrad.load({str(checkpoint)!r}), {path.name!r})"
+        )
     try:
         if os.path.lexists(path):
             raise CheckpointError(f"{path} is there already: name another file, or remove it")
@@ -81,7 +85,7 @@ def export(
         # No other user can enter the folder, and a library opens files in it by name.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
             written = Path(folder) / path.name
-            FORMATS[file_format](state, written)
+            _write_safetensors(state, written)
             with written.open("rb") as file:
                 os.fsync(file.fileno())
             written.replace(path)
@@ -91,21 +95,6 @@ def export(
         why = run_files.why_not_written(path.parent, error)
         raise CheckpointError(f"{str(path)!r} cannot be written: {why}") from error
     return state
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Returns the folder of a checkpoint; of a run's folder, its newest one, as a resume does.
-
-    Raises:
-        CheckpointError: If it cannot be read, or the newest one is a link.
-    """
-    try:
-        found = None if (path / INDEX).exists() else newest(path)
-    except run_files.PlantedError as error:
-        raise CheckpointError(f"{error}, or give it as the checkpoint") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read: {reason(error)}") from error
-    return found or path
 
 
 def _whole(files: Files) -> dict[str, Tensor]:
@@ -130,11 +119,6 @@ def _whole(files: Files) -> dict[str, Tensor]:
     return whole
 
 
-def _write_torch(state: Mapping[str, Tensor], path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(dict(state), file)
-
-
 def _write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
     """Writes a shared tensor once, under its first name; the metadata has its other names."""
     # The file cannot share memory. `load_model` of safetensors, and transformers, know that a model
@@ -146,9 +130,3 @@ def _write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
         if stored != name:
             metadata[name] = stored
     write(path, {name: state[name] for name in first.values()}, metadata)
-
-
-FORMATS: dict[str, Callable[[Mapping[str, Tensor], Path], None]] = {
-    "safetensors": _write_safetensors,
-    "torch": _write_torch,
-}

@@ -21,7 +21,7 @@ from pipegrad.commands.command_options import (
     tell_if_long,
     usage_errors,
 )
-from pipegrad.errors import ConfigError, PipegradError, ScheduleError
+from pipegrad.errors import PipegradError, ScheduleError
 from pipegrad.plugins.registry import CODECS, HANDLERS, REPORTERS, Registry
 from pipegrad.printable import printable
 
@@ -196,63 +196,39 @@ def _parts(result: Examination) -> Iterator[RenderableType]:
         yield "nothing is odd"
 
 
-_SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
-_FORMATS = {
-    "": "safetensors",
-    ".safetensors": "safetensors",
-    ".pt": "torch",
-    ".pth": "torch",
-    ".bin": "torch",
-}
-
-
 @click.command()
 @click.argument("checkpoint", type=Path)
 @click.option(
-    "--output", type=Path, metavar="FILE", help="By default the checkpoint's path with a suffix."
-)
-@click.option(
-    "--format",
-    "file_format",
-    type=click.Choice(list(_SUFFIXES)),
-    help="By default as the output's suffix says, else safetensors.",
+    "--output",
+    type=Path,
+    metavar="FILE",
+    help="Ends in .safetensors; by default the checkpoint's path with this suffix.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Of floating-point tensors; by default each its own.",
 )
-def export(
-    checkpoint: Path, output: Path | None, file_format: str | None, dtype: str | None
-) -> None:
-    """Write the state dict of the uncut model of CHECKPOINT into one file, without a GPU.
+def export(checkpoint: Path, output: Path | None, dtype: str | None) -> None:
+    """Write the state dict of the uncut model of CHECKPOINT into one safetensors file.
+
+    It needs no GPU.
 
     CHECKPOINT is the folder of a checkpoint, or of a run: then its newest checkpoint is taken.
     """
     import torch
 
     from pipegrad.checkpoint.exporting import export as write
-    from pipegrad.checkpoint.exporting import find_checkpoint
+    from pipegrad.checkpoint.folders import find_checkpoint
 
     with usage_errors():
         folder = find_checkpoint(checkpoint)
-        kind = file_format or _format_of(output)
-        path = output or folder.resolve().with_name(f"{folder.resolve().name}{_SUFFIXES[kind]}")
+        path = output or folder.resolve().with_name(f"{folder.resolve().name}.safetensors")
         of_floats = None if dtype is None else getattr(torch, dtype)
-        state = write(folder, path, file_format=kind, dtype=of_floats)
+        state = write(folder, path, dtype=of_floats)
     numel = sum({id(tensor): tensor.numel() for tensor in state.values()}.values())
     wrote = f"wrote {path}: {len(state)} names, {numel:,} elements, from {folder}"
     click.echo(printable(wrote))
-
-
-def _format_of(output: Path | None) -> str:
-    suffix = "" if output is None else output.suffix
-    if suffix not in _FORMATS:
-        raise ConfigError(
-            f"--output {output}: the suffix {suffix} names no format: choose one of "
-            f"{', '.join(filter(None, _FORMATS))}, or give --format"
-        )
-    return _FORMATS[suffix]
 
 
 # Lists of plug-ins.

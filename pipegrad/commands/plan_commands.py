@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -59,13 +59,6 @@ _UNREADABLE = 2  # as of `pipegrad audit`
     metavar="FILE",
     help="A file of costs: times and memory are then simulated with them.",
 )
-@click.option(
-    "--profile",
-    "profile_file",
-    type=Path,
-    metavar="FILE",
-    help="Measure the stages in this process, plan with their costs, and save them.",
-)
 @AS_JSON
 @draws
 def plan(
@@ -75,11 +68,9 @@ def plan(
     ranks: int | None,
     rank: int | None,
     costs_file: Path | None,
-    profile_file: Path | None,
     as_json: bool,
 ) -> None:
     """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
-    from pipegrad.simulation.auto import Auto
     from pipegrad.simulation.costs import Costs
     from pipegrad.tables import make_console, print_parts
     from pipegrad.train.rendering import rendered_summary
@@ -89,10 +80,6 @@ def plan(
         costs = Costs.load(costs_file) if costs_file else None
         config = loaded()
         job, cut, manifest = _prepared(config, ranks, costs_file)
-        if profile_file:
-            costs = _profiled(job, costs, profile_file)
-            if isinstance(job.generator.plugin, Auto):  # it chooses with what was measured
-                job, cut, manifest = _prepared(config, ranks, profile_file)
         if pictures:
             draw(pictures, [predicted(job, manifest, costs)])
         if rank is not None and as_json:
@@ -104,16 +91,6 @@ def plan(
         else:
             summary = make_summary(job, cut, manifest, costs)
             print_parts(make_console(), rendered_summary(summary, job.schedule))
-
-
-def _profiled(job: Job, costs: Costs | None, path: Path) -> Costs:
-    """Returns costs with measured stages, and saves them; the network is that of `costs`."""
-    from pipegrad.simulation.costs import Costs
-    from pipegrad.train.summary import profile_job
-
-    result = replace(costs or Costs(()), stages=profile_job(job))
-    saving("--profile", path, result.save)
-    return result
 
 
 def _prepared(config: Config, ranks: int | None, costs: Path | None) -> tuple[Job, Cut, Manifest]:
@@ -168,12 +145,6 @@ def schedule(
 
 Command = TypeVar("Command", bound=Callable[..., None])
 _MIB = 2**20
-_MOST_STEPS = 10_000
-_MOST_SHOWN = 10  # steps that are printed
-_ASSUMED_OF_CODECS = (
-    ", assumed: values are float32, and encoding and decoding take no time "
-    "(pipegrad.measure_costs measures that)"
-)
 _ASSUMED = (  # the costs of `_uniform` in words
     "assumed: forward {forward_ms:g} ms, backward {backward_ms:g} ms (split: {weight_ms:g} ms in "
     "W) of a microbatch on each rank; {mib:g} MiB to the next stage; {gbit:g} Gbit/s, "
@@ -206,19 +177,6 @@ def _amount(
 @_amount("--mib", 1, "What a stage sends to the next one, of each microbatch.")
 @_amount("--gbit", 1, "Rate of each rank's NIC, in Gbit/s, each way.", above_zero=True)
 @_amount("--latency-us", 50, "Time of an empty message.")
-@click.option(
-    "--codecs",
-    "codecs_text",
-    metavar="NAME",
-    help="Codecs of all hops, or TOML as in parallel.codecs; for those of the costs.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(1, _MOST_STEPS),
-    default=1,
-    show_default=True,
-    help="Steps in a row.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--save", type=Path, metavar="FILE", help="Save the timeline, as JSON.")
 @draws
@@ -230,8 +188,6 @@ def simulate(
     microbatches: int,
     settings: Sequence[str],
     costs_file: Path | None,
-    codecs_text: str | None,
-    steps: int,
     as_json: bool,
     save: Path | None,
     **amounts: Any,  # noqa: ANN401 - numbers; None if W takes half of a backward
@@ -248,30 +204,28 @@ def simulate(
     from pipegrad.train.config import parsed_setting
 
     def costs_of(made: Schedule) -> Costs:
-        costs = Costs.load(costs_file) if costs_file else _uniform(made, **amounts)
-        return costs if codecs_text is None else _encoded(costs, made, codecs_text)
+        return Costs.load(costs_file) if costs_file else _uniform(made, **amounts)
 
     _refuse_both(costs_file)
     if amounts["weight_ms"] is None:
         amounts["weight_ms"] = amounts["backward_ms"] / 2
     with usage_errors():
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
-        check_size(ranks, microbatches, steps)
-        num_cells = ranks * microbatches * steps
+        check_size(ranks, microbatches)
+        num_cells = ranks * microbatches
         tell_if_long(num_cells, "makes the schedule")
         made, costs = _made({**options, "name": schedule}, ranks, microbatches, costs_of)
-        check_size(len(made.stage_to_rank), microbatches, steps)
+        check_size(len(made.stage_to_rank), microbatches)
         # Costs of more stages than the schedule has are refused by the simulation.
         own = replace(costs, stages=costs.stages[: len(made.stage_to_rank)])
         program = lower(made, links=chain_of(own))
         tell_if_long(num_cells, "simulates it")
         own = replace(costs, collectives={})
-        simulation = simulated(program, own, num_steps=steps)
+        simulation = simulated(program, own)
         assert simulation.timeline is not None
         tell_if_long(num_cells, "looks for what would make it shorter")
         explanation = explain(simulation.timeline, program=program, costs=own)
         basis = printable(str(costs_file)) if costs_file else _ASSUMED.format(**amounts)
-        basis = "; ".join((basis, *_codecs_in_words(costs)))
         timeline = replace(simulation.timeline, notes={"costs": basis})
         if save:
             saving("--save", save, timeline.save)
@@ -297,32 +251,6 @@ def _refuse_both(costs_file: Path | None) -> None:
         raise click.UsageError(
             f"{given[0]} and --costs: {costs_file} has all costs; change it there"
         )
-
-
-def _encoded(costs: Costs, schedule: Schedule, text: str) -> Costs:
-    """Returns the costs with the codecs of --codecs, and with no others."""
-    from pipegrad.observe.measured_costs import with_codecs
-    from pipegrad.pipeline.codings import choice_of
-    from pipegrad.schedules import lower
-    from pipegrad.simulation.choose import chain_of
-    from pipegrad.train.config import parsed_setting
-
-    choice = choice_of(parsed_setting(f"codecs={text}")[1] if text.startswith("{") else text)
-    own = replace(costs, stages=costs.stages[: len(schedule.stage_to_rank)])
-    program = lower(schedule, links=chain_of(own))
-    choice.check({(min(c.source, c.target), max(c.source, c.target)) for c in program.channels})
-    return with_codecs(costs, choice, program)
-
-
-def _codecs_in_words(costs: Costs) -> Iterator[str]:
-    """Yields which codecs the costs have, and what of them is assumed."""
-    for name in dict.fromkeys(own.codec for own in costs.codecs):
-        each = [own for own in costs.codecs if own.codec == name]
-        hops = ", ".join(dict.fromkeys("{}-{}".format(*own.ranks) for own in each))
-        carried = " and ".join(dict.fromkeys(own.carries for own in each))
-        times = (own.encode_seconds_per_byte + own.decode_seconds_per_byte for own in each)
-        assumed = "" if all(times) else _ASSUMED_OF_CODECS
-        yield f"codec {name or 'no name'} for {carried} between the ranks {hops}{assumed}"
 
 
 def _made(
@@ -388,7 +316,6 @@ def _show(
     doubts: Iterable[str],
     explained: Explanation,
 ) -> None:
-    from pipegrad.simulation.timeline import in_time
     from pipegrad.tables import make_console, print_parts
     from pipegrad.train.rendering import rendered_explanation
 
@@ -399,10 +326,6 @@ def _show(
     )
     parts: list[RenderableType] = [f"{schedule.name}: {numbers}, simulated", f"costs: {basis}"]
     parts += doubts
-    if len(simulation.step_seconds) > 1:
-        steps = ", ".join(map(in_time, simulation.step_seconds[:_MOST_SHOWN]))
-        more = " ..." if len(simulation.step_seconds) > _MOST_SHOWN else ""
-        parts.append(f"steps: {steps}{more}")
     if any(stage.held_bytes or stage.activation_bytes for stage in costs.stages):
         peak = max(simulation.peak_bytes)
         rank = simulation.peak_bytes.index(peak)

@@ -29,7 +29,7 @@ from pipegrad.commands.command_options import (
     usage_errors,
     wants_traceback,
 )
-from pipegrad.errors import ConfigError, StepError, in_words, reason
+from pipegrad.errors import ConfigError, StepError, in_words
 from pipegrad.limits import num_cores
 from pipegrad.printable import printable
 
@@ -134,12 +134,6 @@ def _count(_context: click.Context, _option: click.Parameter, value: str) -> int
     help="How often all ranks are started again after one has failed.",
 )
 @click.option(
-    "--log-dir",
-    type=Path,
-    metavar="DIR",
-    help="Write what each rank prints into a file there, too.",
-)
-@click.option(
     "--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of machines."
 )
 @click.option(
@@ -153,7 +147,6 @@ def launch(
     *,
     num_ranks: int | None,
     max_restarts: int,
-    log_dir: Path | None,
     nodes: int,
     rendezvous: str | None,
 ) -> None:
@@ -178,23 +171,15 @@ def launch(
             # library.
             command = ["-P", "-u", "-m", "pipegrad", "train", str(config), *arguments, *traceback]
         _set_environment(num_ranks, nodes, saves=not is_script)
-        if log_dir is not None:
-            try:
-                log_dir.mkdir(parents=True, exist_ok=True)
-            except (OSError, ValueError) as error:
-                raise ConfigError(
-                    f"--log-dir {log_dir}: cannot be made: {reason(error)}"
-                ) from error
-        with tempfile.TemporaryDirectory(prefix="pipegrad-") as unasked:
+        with tempfile.TemporaryDirectory(prefix="pipegrad-") as logs:
             config_of_torch = _launch_config(
                 num_ranks,
                 max_restarts=max_restarts,
-                logs=str(log_dir or unasked),
-                is_logged=log_dir is not None,
+                logs=logs,
                 nodes=nodes,
                 rendezvous=rendezvous,
             )
-            code = _run(config_of_torch, command, log_dir)
+            code = _run(config_of_torch, command)
     sys.exit(code)
 
 
@@ -256,12 +241,11 @@ def _launch_config(
     *,
     max_restarts: int,
     logs: str,
-    is_logged: bool,
     nodes: int,
     rendezvous: str | None,
 ) -> LaunchConfig:
     """Returns what torch's launcher takes."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     _register_one_machine()
@@ -277,8 +261,7 @@ def _launch_config(
         # One machine needs no name service, which may take seconds to say that it knows no name.
         local_addr="127.0.0.1" if nodes == 1 else None,
         max_restarts=max_restarts,
-        logs_specs=DefaultLogsSpecs(logs, tee=Std.ALL if is_logged else Std.NONE),
-        log_line_prefix_template="[${rank}] ",
+        logs_specs=DefaultLogsSpecs(logs),
         # Each of them is sent to all ranks, and then the launcher ends.
         signals_to_handle="SIGTERM,SIGINT,SIGQUIT,SIGUSR1",
     )
@@ -340,7 +323,7 @@ def _register_one_machine() -> None:
     rendezvous_handler_registry.register(_ONE_MACHINE, OneMachine)
 
 
-def _run(config: LaunchConfig, command: Sequence[str], log_dir: Path | None) -> int:
+def _run(config: LaunchConfig, command: Sequence[str]) -> int:
     """Runs the ranks to their end; returns the exit code of the one that failed first."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -356,7 +339,7 @@ def _run(config: LaunchConfig, command: Sequence[str], log_dir: Path | None) -> 
     except KeyboardInterrupt:  # before there were ranks
         return 128 + signal.SIGINT
     except ChildFailedError as error:
-        return _report(error.failures, log_dir, is_script="pipegrad" not in command)
+        return _report(error.failures, is_script="pipegrad" not in command)
     except (RendezvousError, OSError, RuntimeError) as error:
         raise ConfigError(f"the ranks cannot be started: {error.__cause__ or error}") from error
     return 0
@@ -388,15 +371,13 @@ def _ended_with_terminal() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _report(
-    failures: Mapping[int, ProcessFailure], log_dir: Path | None, *, is_script: bool
-) -> int:
+def _report(failures: Mapping[int, ProcessFailure], *, is_script: bool) -> int:
     """Prints why the ranks failed; returns the exit code, as a shell has it."""
     rank, failure = _cause_of(failures)
     code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     # Ranks that a signal has stopped have said so themselves.
     if failure.exitcode not in _STOPPED and not _has_said_all(failure, is_script=is_script):
-        click.echo(f"Error: {_cause(rank, failure, log_dir)}", err=True)
+        click.echo(f"Error: {_cause(rank, failure)}", err=True)
     return code
 
 
@@ -422,7 +403,7 @@ def _cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailu
     return min(failures.items(), key=order)
 
 
-def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
+def _cause(rank: int, failure: ProcessFailure) -> str:
     """Returns one line: the cause if a rank has left one; otherwise which rank failed first."""
     message: Any = failure.error_file_data.get("message")
     if isinstance(message, dict):
@@ -433,8 +414,7 @@ def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
     end = f"killed by {failure.signal_name()}" if is_killed else f"exit code {failure.exitcode}"
     if failure.exitcode == -signal.SIGKILL:
         return f"rank {rank} failed first ({end}): by somebody, or by the kernel for lack of memory"
-    where = f"in {log_dir}" if log_dir else "above"
-    return f"rank {rank} failed first ({end}): look at its output {where}"
+    return f"rank {rank} failed first ({end}): look at its output above"
 
 
 def begin_rank() -> None:

@@ -134,7 +134,7 @@ def _links(links: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
     most = max(link["messages"] for link in links)
     sizes = [link["bytes"] for link in links if link["bytes"] is not None]
     if len(sizes) < len(links):
-        nbytes = "bytes unknown until profiled"
+        nbytes = "bytes unknown without costs"
     else:
         nbytes = f"at most {_mib(max(sizes))} MiB"
     yield f"{len(links)} links: at most {most} messages a step and direction, {nbytes}"

@@ -14,23 +14,18 @@ from typing import Any
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
 from pipegrad.observe.measured_costs import reductions_in, with_codecs
-from pipegrad.observe.stage_profile import profile_stages
 from pipegrad.partition.cut_model import Cut
-from pipegrad.pipeline.loss_message import TOKEN_MEAN
 from pipegrad.pipeline.wiring import synced_stages
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.registry import ResolvedPlugin, redacted
 from pipegrad.schedules import Program, Proof, lower, verify
-from pipegrad.schedules.program.program import Item, Op
 from pipegrad.simulation.choose import cut_at
 from pipegrad.simulation.costs import CollectiveCosts, Costs, StageCosts
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.topology import Topology
-from pipegrad.train.corpus import tokenizer_of
 from pipegrad.train.job import Job
-from pipegrad.train.stages import largest_first
 
 Span = tuple[int, int, int]  # first, last, step
 _UNIT_COSTS = StageCosts(forward_seconds=1, backward_seconds=2, weight_seconds=1)
@@ -104,8 +99,7 @@ def summarize_rank(job: Job, manifest: Manifest, rank: int) -> dict[str, Any]:
         PlanError: As `Job.plans` does, or if there is no such rank.
     """
     plan, program, own = _of_rank(job, manifest, rank)
-    items = [_item(program, item) for item in program.decoded(own)]
-    return plan_data(plan) | {"pipeline_rank": own, "program": items}
+    return plan_data(plan) | {"pipeline_rank": own, "program": program.listing(own).split("\n")}
 
 
 def rank_as_text(job: Job, manifest: Manifest, rank: int) -> str:
@@ -126,18 +120,6 @@ def _of_rank(job: Job, manifest: Manifest, rank: int) -> tuple[Plan, Program, in
     plans = job.plans(manifest, ranks=view.ranks_along(view.pipeline))
     program = lower(job.schedule, synced=synced_stages(plans.values()))
     return plans[rank], program, view.coordinate(view.pipeline)
-
-
-def _item(program: Program, item: Item) -> dict[str, Any]:
-    data: dict[str, Any] = {"op": str(item.op), "microbatch": item.microbatch}
-    if item.op is Op.COMPUTE:
-        return data | {"stage": program.action(item).stage, "kind": program.action(item).kind}
-    if item.op in (Op.SEND, Op.RELEASE, Op.POST_RECEIVE, Op.WAIT_RECEIVE):
-        channel = program.channels[item.which]
-        link = program.links[channel.link]
-        ends = {"source": channel.source, "target": channel.target}
-        return data | {"value": link.name, "producer": link.producer, "of": channel.kind} | ends
-    return data | {"link" if item.op is Op.JOIN else "stage": item.which}
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -365,35 +347,3 @@ def spans(ranks: Iterable[int]) -> list[Span]:
             first, *_ = found.pop()
         found.append((first, rank, 1))
     return found
-
-
-def profile_job(job: Job, *, repeats: int = 5) -> tuple[StageCosts, ...]:
-    """Returns what one microbatch costs on each stage, measured in this process alone.
-
-    Args:
-        job: A job that trains on text; its model fits into this process.
-        repeats: Of each pass; the median counts.
-
-    Raises:
-        ConfigError: If its stages can only be made, or fed, by their ranks.
-        Exception: What a stage raises.
-    """
-    config, advice = job.config, "call pipegrad.measure_costs in a loop of your own"
-    if config.model.is_transformers:
-        config.refuse("model", f"its stages are loaded by their ranks, not here: {advice}")
-    if job.dataset is not None:
-        config.refuse("data.dataset", f"its batches are made by the ranks, not here: {advice}")
-    rows = config.data.batch_size // (job.num_shares * config.parallel.microbatches)
-    tokens = largest_first(config, tokenizer_of(config)).repeat(rows, 1)
-    num_stages = len(job.schedule.stage_to_rank)
-    stages = job.cut(job.model("cpu")).stages(range(num_stages), recompute=config.train.recompute)
-    (name,) = stages[0].inputs
-    return profile_stages(
-        stages,
-        {name: tokens},
-        target=tokens,
-        loss_fn=job.loss,
-        splits=job.schedule.splits_backward,
-        is_weighted=config.train.loss_reduction == TOKEN_MEAN,
-        repeats=repeats,
-    )

@@ -101,11 +101,9 @@ class OrderChecker(sync_points.Backend):
         foreign: True to watch asynchronous collectives of any code. Their Work must be waited for
             by ``Work.wait``: a future, or a loop over ``is_completed``, is not seen.
         raises: Raise at the second access, instead of collecting.
-        log: Keep every operation, in ``log``.
 
     Attributes:
         violations: All violations, in the order in which they were found.
-        log: All operations, if `log` was True.
     """
 
     def __init__(
@@ -114,7 +112,6 @@ class OrderChecker(sync_points.Backend):
         virtual_streams: bool = True,
         foreign: bool = False,
         raises: bool = False,
-        log: bool = False,
     ) -> None:
         self._virtual = virtual_streams
         self._order = HappensBefore()
@@ -125,10 +122,8 @@ class OrderChecker(sync_points.Backend):
         self._lock = threading.RLock()
         self._local = _OfThread()
         self.violations: list[Violation] = []
-        self.log: list[Entry] = []
         self._foreign = foreign
         self._raises = raises
-        self._logs = log
         self._memories = Memories(self._freed)
         self._homes: dict[str, str] = {}  # memory -> the strand that allocated it
         # Finalizers must not lock, so they only append here: the strand that may use a freed memory
@@ -334,8 +329,6 @@ class OrderChecker(sync_points.Backend):
                 self._flights[id(operation.work)] = operation.work, waiting, clock
             if operation.syncs_host:
                 self._order.join(self._thread, clock)
-            if self._logs:
-                self.log.append(entry)
             violations = self._reuse(strand, where)
             violations += [r for access in accesses for r in self._order.access(access)]
             self.violations += violations

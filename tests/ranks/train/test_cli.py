@@ -220,20 +220,20 @@ def test_options_there_are() -> None:
     drawings = "--html --svg"
     expected = {
         "train": f"--dry-run {changes}",
-        "plan": f"--costs --json --profile --rank --ranks {changes} {drawings}",
+        "plan": f"--costs --json --rank --ranks {changes} {drawings}",
         "trace": f"--against --json --step run {drawings}",
         "audit": "target -n --json --ranks --steps --timeout --tolerance --variant",
         "verify": "--batched --communicators --json --sends file",
         "doctor": "--device --json --save --timeout",
-        "simulate": "--backward-ms --codecs --costs --forward-ms --gbit --json --latency-us --mib "
-        f"--microbatches --ranks --save --set --steps --weight-ms schedule {drawings}",
+        "simulate": "--backward-ms --costs --forward-ms --gbit --json --latency-us --mib "
+        f"--microbatches --ranks --save --set --weight-ms schedule {drawings}",
         "handlers": "--json",
         "schedules": "--json",
         "schedule": "--format --microbatches --ranks --set name",
         "reporters": "--json",
         "codecs": "--json",
-        "export": "--dtype --format --output checkpoint",
-        "launch": "-n --log-dir --max-restarts --nodes --rendezvous arguments config",
+        "export": "--dtype --output checkpoint",
+        "launch": "-n --max-restarts --nodes --rendezvous arguments config",
     }
     lists = {"handlers", "schedules", "reporters", "codecs"}
     for name, words in expected.items():

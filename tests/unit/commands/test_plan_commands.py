@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipegrad.cli import main
-from pipegrad.simulation.costs import CodecCosts, CollectiveCosts, Costs, Network, StageCosts
+from pipegrad.simulation.costs import CollectiveCosts, Costs, Network, StageCosts
 from pipegrad.simulation.timeline import Timeline
 from tests.support.train.jobs import with_job
 
@@ -45,29 +45,17 @@ def test_a_rank_has_its_plan_and_its_program() -> None:
     assert "compute        3F0" in text
     told = json.loads(printed("--ranks", "4", "--rank", "3", "--json"))
     assert [launch["bucket"] for launch in told["launches"]] == [0]
+    assert told["program"] == text.partition("\n\npipeline ")[2].rstrip().split("\n")
 
 
-def test_stages_are_measured_here_and_their_costs_are_kept(tmp_path: Path) -> None:
-    network, path = tmp_path / "network.json", tmp_path / "costs.json"
-    network.write_text('{"stages": [], "network": {"nic_bytes_per_second": 1e6}}')
-    text = printed("--ranks", "2", "--set", "parallel.pipeline=2", "--schedule", "zb-h1",
-                   "--costs", str(network), "--profile", str(path))  # fmt: skip
-    costs = Costs.load(path)
-    # 16 sequences in 4 microbatches: 4 x 64 x 64 numbers are handed on.
-    assert [stage.outputs for stage in costs.stages] == [{"x": 4 * 4 * 64 * 64}, {}]
-    assert all(stage.weight_seconds > 0 < stage.activation_bytes for stage in costs.stages)
-    assert costs.network.nic_bytes_per_second == 1e6
-    assert "peak memory by simulation" in text
-
-
-def test_auto_chooses_with_what_is_measured_here(tmp_path: Path) -> None:
+def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    text = printed("--ranks", "2", "--set", "parallel.pipeline=2", "--schedule", "auto",
-                   "--profile", str(path))  # fmt: skip
-    assert "chosen" in text
-    # Costs are read from a file.
     path.write_text(json.dumps({"stages": [{"forward_seconds": 1, "backward_seconds": 2}] * 2}))
     assert "of 15 seconds" in printed("--ranks", "2", "--costs", str(path))
+    text = printed("--ranks", "2", "--set", "parallel.pipeline=2", "--schedule", "auto",
+                   "--costs", str(path))  # fmt: skip
+    assert "chosen" in text
+    assert "peak memory by simulation: " in text
 
 
 @pytest.mark.parametrize(
@@ -262,13 +250,12 @@ def test_schedules_that_measure_steps_are_given_the_costs() -> None:
 
 
 def test_what_people_read() -> None:
-    result = run("1f1b", *SIZE, "--steps", "2")
+    result = run("1f1b", *SIZE)
     assert result.exit_code == 0
     for expected in (
         "1f1b: 4 ranks, 4 stages, 8 microbatches, simulated",
         "costs: assumed: forward 10 ms, backward 20 ms (split: 10 ms in W) of a microbatch on ",
         "each rank; 1 MiB to the next stage; 1 Gbit/s, 50 us a message\n",
-        "steps: ",
         "a step takes ",
         "What decided when it ended: of ",
         " rank   forward   backward   waits to receive ",
@@ -298,34 +285,6 @@ def test_costs_of_a_file(tmp_path: Path) -> None:
     assert "peak memory: 1,0" in printed
     assert f"costs: {path}\n" in printed
     assert "assumed" not in printed
-
-
-def test_codecs_make_messages_shorter_and_what_is_assumed_is_in_words(tmp_path: Path) -> None:
-    link = ["--mib", "4", "--latency-us", "0"]
-    plain, none, bf16 = (
-        as_json("1f1b", *SIZE, *link, *more)
-        for more in ([], ["--codecs", "none"], ["--codecs", "bf16"])
-    )
-    assert none == plain
-    half = as_json("1f1b", *SIZE, "--mib", "2", "--latency-us", "0")
-    assert bf16["step_seconds"] == half["step_seconds"]
-    assert bf16["costs"].endswith(
-        "; codec bf16 for activations and gradients between the ranks 0-1, 1-2, 2-3, assumed: "
-        "values are float32, and encoding and decoding take no time "
-        "(pipegrad.measure_costs measures that)"
-    )
-    one = as_json("1f1b", *SIZE, *link, "--codecs", "{'0-1' = 'bf16'}")
-    assert half["step_seconds"] < one["step_seconds"] < plain["step_seconds"]
-    # What was measured stays, and is no assumption; a codec that is given replaces another.
-    path = tmp_path / "costs.json"
-    stage = StageCosts(0.01, 0.02, outputs={"x": 2**20})
-    known = CodecCosts((0, 1), "activations", "int8", 0.25, 1e-9, 1e-9)
-    Costs((stage,) * 2, codecs=(known,)).save(path)
-    file = ["1f1b", *sizes(2, 4), "--costs", str(path)]
-    measured = f"{path}; codec int8 for activations between the ranks 0-1"
-    assert as_json(*file)["costs"] == measured
-    assert "codec int8" not in as_json(*file, "--codecs", "bf16")["costs"]
-    assert as_json(*file, "--codecs", "none")["costs"] == str(path)
 
 
 def test_a_unit_that_is_likely_another_one_has_a_line(tmp_path: Path) -> None:
@@ -366,10 +325,7 @@ def test_a_page(tmp_path: Path) -> None:
         (["hop-aware-1f1b", *SIZE, "--set", "hop_seconds=[1]"], "compute_seconds"),
         (["gpipe", "--ranks", "9999", "--microbatches", "999"], "at most 1,000,000"),
         (["1f1b", *SIZE, "--costs", "absent.json", "--mib", "1"], "--mib and --costs: absent.json"),
-        (["1f1b", *SIZE, "--codecs", "int9"], "known, closest first: int8"),
-        (["1f1b", *SIZE, "--codecs", "{"], "is not TOML"),
         (["1f1b", *SIZE, "--save", "absent/folder.json"], "No such file or directory"),
-        (["1f1b", *SIZE, "--steps", "0"], "0 is not in the range 1<=x<=10000"),
     ],
 )
 def test_bad_input(arguments: Sequence[str], message: str) -> None:

@@ -81,7 +81,7 @@ def save_costs(run: Path) -> None:
 
 def export(run: Path) -> None:
     checkpoint = written(run.with_name("whole"), {"model.weight": TENSORS["weight"]})
-    exporting.export(checkpoint, run / "out", file_format="torch")
+    exporting.export(checkpoint, run / "out.safetensors")
 
 
 def draw(write: Callable[[list[Timeline], Path], None], name: str) -> Write:
@@ -107,8 +107,8 @@ LINKS: list[tuple[str, Write, str]] = [
     ("costs.json", save_costs, NO_FILE),
     ("out.html", draw(write_html, "out.html"), NO_FILE),
     ("out.svg", draw(write_figure, "out.svg"), NO_FILE),
-    ("out.partial", export, ""),
-    ("out", export, "out is there already: name another file, or remove it"),
+    ("out.safetensors.partial", export, ""),
+    ("out.safetensors", export, "out.safetensors is there already: name another file"),
 ]
 
 

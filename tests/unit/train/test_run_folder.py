@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from pipegrad.checkpoint.exporting import find_checkpoint
 from pipegrad.checkpoint.folders import (
     checkpoints,
+    find_checkpoint,
     prune,
     publish,
     remove_unfinished,
