@@ -142,7 +142,6 @@ OPTIONS = {
     "data.separator": one('data.separator="!"', beside=('data.files="rows.jsonl"',)),
     "data.batch_size": one("data.batch_size=8"),
     "data.sequence_length": one("data.sequence_length=16"),
-    "data.streaming": one("data.streaming=true"),
     "data.dataset": one(
         RAGGED, beside=('data.dataset="functions:batches"', 'train.loss_reduction="token_mean"'),
         job="function.toml",

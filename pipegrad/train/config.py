@@ -305,8 +305,6 @@ def _check_data(config: Config) -> None:
             )
         if "files" in held_out.model_fields_set:
             config.refuse("eval.files", "needs text, and data.dataset gives batches")
-    if data.streaming and not data.files:
-        config.refuse("data.streaming", "there are no files to read: set data.files")
     measured = sorted(held_out.model_fields_set & {"files", "dataset"})
     if len(measured) == 2:
         config.refuse("eval.dataset", "eval.files are set too: choose one of them")

@@ -16,7 +16,7 @@ import importlib
 import json
 import pydoc_data.topics
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from pipegrad.train.config import Config, beside, path_of
 TOKENIZER = "tokenizer.json"  # in a directory of transformers
 _VERSION = 2  # of what `_pieces` makes of a file
 _LINES, _DOCUMENTS = 10_000, 256  # so many are encoded at once, in some 100 KB
-_SHUFFLED = 1000  # sequences of a stream that wait in memory, of which one is drawn
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
@@ -231,41 +230,6 @@ def read_corpus(config: Config, key: str = "data.files") -> Corpus:
         complaint = f"the text{which} has {numel} {unit}: choose at most {numel - 1}"
         config.refuse("data.sequence_length", complaint)
     return Corpus(tokens, length, digest)
-
-
-def streamed(config: Config) -> Callable[..., Iterator[Tensor]]:
-    """Returns a function of batches, as ``data.dataset`` names one, of ``data.files`` as a stream.
-
-    Raises:
-        ConfigError: As `read_corpus` does, but for what stands inside of the files.
-    """
-    key, length, size = "data.files", config.data.sequence_length, config.data.batch_size
-    tokenizer, sources = tokenizer_of(config), _sources(config, key)
-    library = _library(config, key, "datasets")
-
-    def sequences(sources: list[str]) -> Iterator[dict[str, Tokens]]:
-        rest = np.zeros(0, tokenizer.dtype)
-        for piece in _pieces(config, key, sources, tokenizer):
-            tokens = np.concatenate([rest, piece["tokens"]])
-            starts = range(0, len(tokens) - length, length)
-            rest = tokens[len(starts) * length :]
-            yield from ({"tokens": tokens[start : start + length + 1]} for start in starts)
-
-    def batches(data_rank: int, num_data_ranks: int, epoch: int, seed: int) -> Iterator[Tensor]:
-        # Every data rank reads the whole stream, and takes its share of each batch. So a batch does
-        # not depend on their number. A buffer mixes only what is near: files are shuffled, too.
-        number = mixed(seed, epoch)
-        in_order = random.Random(number).sample(sources, len(sources))
-        stream = library.IterableDataset.from_generator(lambda: sequences(in_order))
-        shuffled = stream.shuffle(seed=number, buffer_size=_SHUFFLED)
-        batch = None
-        for batch in shuffled.iter(size, drop_last_batch=True):
-            whole = torch.from_numpy(np.stack(batch["tokens"]).astype("int64"))
-            yield whole.chunk(num_data_ranks)[data_rank]
-        if batch is None:
-            config.refuse(key, f"the stream has no {size} sequences of {length} {tokenizer.unit}")
-
-    return batches
 
 
 def _sources(config: Config, key: str) -> list[str]:

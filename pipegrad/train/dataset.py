@@ -12,8 +12,7 @@ epoch, and for each later batch also on the data rank and the number of the batc
 gives them a seed of its own in each step. The Scheduler compares the batches of the ranks.
 
 A run that goes on from a checkpoint takes all batches of the steps before it, and drops them. Their
-seeds are the same again, so the batch of a step does not depend on where the run began. The state
-of a stream, which `datasets` could save, lacks what waits to be shuffled.
+seeds are the same again, so the batch of a step does not depend on where the run began.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch.nn import functional
 from torch.utils.data import default_convert
 
 from pipegrad.comm.agreement import agree, agree_keeping, same
-from pipegrad.errors import ConfigError, PipegradError, StepError, in_words
+from pipegrad.errors import PipegradError, StepError, in_words
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config, parameters_of, with_options
 from pipegrad.train.corpus import (
@@ -38,7 +37,6 @@ from pipegrad.train.corpus import (
     mixed,
     read_corpus,
     seed_all,
-    streamed,
     tokenizer_file,
     tokenizer_of,
 )
@@ -174,8 +172,6 @@ class Batches:
         try:
             seed_all(seed)
             return next(returned)
-        except ConfigError:  # of a stream of files
-            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
             words = str(error) if isinstance(error, PipegradError) else in_words(error)
             self._config.refuse(
@@ -285,24 +281,20 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-# The batches of a rank: of a text, a stream or a function.
+# The batches of a rank: of a text or a function.
 
 
 class Texts(NamedTuple):
     """The texts of a job.
 
     Attributes:
-        tokenizer: Makes their tokens; None if there is no text.
-        of_samples: Makes the tokens of samples; None if there are none.
-        training: What is trained on; None if a function or a stream gives batches.
-        stream: Gives the batches of a stream; None if there is none.
+        tokenizer: Makes their tokens, and those of samples; None if there are neither.
+        training: What is trained on; None if a function gives batches.
         held_out: What is held out; None if there is no such text.
     """
 
     tokenizer: Tokenizer | None = None
-    of_samples: Tokenizer | None = None
     training: Corpus | None = None
-    stream: MakeBatches | None = None
     held_out: Corpus | None = None
 
 
@@ -325,13 +317,10 @@ def read_texts(config: Config) -> Texts:
             )
         tokenizer = tokenizer_of(config)
         digests = [tokenizer.digest, str(sorted(tokenizer.ends))]
-        if has_batches:
-            return Texts(of_samples=tokenizer), " ".join(digests)
-        stream = streamed(config) if config.data.streaming else None
-        training = None if stream else read_corpus(config)
+        training = None if has_batches else read_corpus(config)
         held_out = read_corpus(config, "eval.files") if config.eval.files else None
         digests += [corpus.digest for corpus in (training, held_out) if corpus is not None]
-        return Texts(tokenizer, tokenizer, training, stream, held_out), " ".join(digests)
+        return Texts(tokenizer, training, held_out), " ".join(digests)
 
     # Each rank reads by itself, and waits at the lock of the cache for the first one.
     texts, digests = agree_keeping("the text", read, timeout_seconds=_READ_SECONDS)
@@ -350,9 +339,9 @@ def make_feed(job: Job, topology: Topology, texts: Texts, *, held_out: bool = Fa
     """
     config, data_rank = job.config, topology.coordinate(topology.data)
     table = "eval" if held_out else "data"
-    function = job.held_out if held_out else job.dataset or texts.stream
+    function = job.held_out if held_out else job.dataset
     if function is not None:
-        key = f"{table}.files" if function is texts.stream else f"{table}.dataset"
+        key = f"{table}.dataset"
         ranks = {"data_rank": data_rank, "num_data_ranks": job.num_shares}
         return Feed(Batches(config, key, function, **ranks, repeat=not held_out).batch, key)
     corpus = texts.held_out if held_out else texts.training

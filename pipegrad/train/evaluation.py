@@ -1,4 +1,4 @@
-"""Evaluation: what a run measures beside its steps: held-out loss, samples, and a timeline."""
+"""Evaluation: what a run measures beside its steps: held-out loss, samples, and memory."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import math
 import resource
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from typing import Any, Self
+from contextlib import suppress
+from typing import Any
 
 import torch
 
-from pipegrad import GradientSync, Scheduler, record
-from pipegrad.observe.recording import Recording
-from pipegrad.simulation.timeline import Timeline
-from pipegrad.train.config import Config
+from pipegrad import GradientSync, Scheduler
 from pipegrad.train.corpus import Tokenizer, mixed
 from pipegrad.train.dataset import Feed
 from pipegrad.train.job import Job
 
 _LOSS = "loss"
-_RECORDED = 3, 8  # last steps of a run: a half of all, at least and at most so many
 
 
 class Evaluation:
@@ -130,35 +126,3 @@ def peak_memory_bytes(device: torch.device) -> int:
             return int(torch.accelerator.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
-
-
-class Tracing(ExitStack):
-    """Records the last steps of a run inside of ``with tracing``, if ``train.trace`` says so.
-
-    All ranks make and enter it. `close` ends the recording on this rank.
-    """
-
-    def __init__(self, config: Config, scheduler: Scheduler) -> None:
-        super().__init__()
-        self._topology = scheduler.topology
-        self._recording: Recording | None = None
-        least, most = _RECORDED
-        steps = max(least, min(most, config.train.steps // 2))
-        self._recorded = record(scheduler, steps=steps) if config.train.trace else None
-
-    def __enter__(self) -> Self:
-        if self._recorded is not None:
-            self._recording = self.enter_context(self._recorded)
-        return self
-
-    def timeline(self) -> Timeline | None:
-        """Returns what the first pipeline recorded; None on other ranks, or if nothing was.
-
-        All ranks of the first pipeline must call it.
-
-        Raises:
-            PipegradError: If clocks or recordings cannot be read; on all its ranks.
-        """
-        if self._recording is None or self._topology.rank not in self._topology.one_replica:
-            return None
-        return self._recording.timeline()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipegrad.errors import ConfigError, TopologyError, in_words
-from pipegrad.gradients.named_optimizer import Part, parts_of
+from pipegrad.gradients.named_optimizer import parts_of
 from pipegrad.model.describe import make_manifest
 from pipegrad.model.manifest import Manifest
 from pipegrad.partition.cut import cut
@@ -256,7 +256,7 @@ class Job:
                     f"joins the replicas: they would end as different models; choose "
                     f"{steps - rest + every}",
                 )
-        self.check_optimizer(manifest, plans.values())
+        self._check_optimizer(manifest, plans.values())
         return plans
 
     @property
@@ -268,27 +268,18 @@ class Job:
             for name, value in options.items()
         } | {"step_timeout_seconds": self.config.train.step_timeout_seconds}
 
-    def check_optimizer(self, manifest: Manifest, plans: Iterable[Plan]) -> None:
+    def _check_optimizer(self, manifest: Manifest, plans: Iterable[Plan]) -> None:
         """Refuses an optimizer that cannot step these parameters, or shards of them."""
-        trained = any(record.requires_grad for record in manifest.parameters)
-        has_others = trained and self.config.optimizer.others is not None
-        for plan in plans:
-            # With others, the error says that the model has no matrix.
-            key = "optimizer.others" if has_others else "optimizer.name"
-            for part in self._refusing(key, self.optimizer_parts, manifest, plan):
-                key = "optimizer.others.name" if part.steps == "others" else "optimizer.name"
-                self._refusing(key, part.check, plan.sharded)
-
-    def optimizer_parts(self, manifest: Manifest, plan: Plan) -> list[Part]:
-        """Returns which optimizer steps which parameters of all ranks.
-
-        Raises:
-            PlanError: As `parts_of`.
-        """
         kind, others = kinds(self.config)
         options = self.config.optimizer.options
         trained = [record for record in manifest.parameters if record.requires_grad]
-        return parts_of(kind, options, others, records=trained, matrices=plan.matrices)
+        for plan in plans:
+            # With others, the error says that the model has no matrix.
+            key = "optimizer.others" if trained and others is not None else "optimizer.name"
+            made = partial(parts_of, kind, options, others, records=trained, matrices=plan.matrices)
+            for part in self._refusing(key, made):
+                key = "optimizer.others.name" if part.steps == "others" else "optimizer.name"
+                self._refusing(key, part.check, plan.sharded)
 
     def _plugins(
         self, key: str, registry: Registry[Any], choices: Sequence[Choice]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipegrad import GradScaler, Scheduler, Topology, checkpoint
+from pipegrad import GradScaler, Scheduler, Topology, checkpoint, record
 from pipegrad.comm.agreement import agree, agree_keeping, same
 from pipegrad.comm.watch import Bounded
 from pipegrad.errors import (
@@ -34,15 +34,15 @@ from pipegrad.errors import (
     ConfigError,
     DriftError,
     PipegradError,
-    PlanError,
     in_words,
 )
+from pipegrad.observe.recording import Recording
 from pipegrad.partition.cut_model import Cut
 from pipegrad.simulation.timeline import BATCH
 from pipegrad.train.config import Config, path_of
 from pipegrad.train.corpus import Corpus, mixed, seed_all
 from pipegrad.train.dataset import make_feed, read_texts
-from pipegrad.train.evaluation import Evaluation, Tracing, every_rank, peak_memory_bytes
+from pipegrad.train.evaluation import Evaluation, every_rank, peak_memory_bytes
 from pipegrad.train.job import Job
 from pipegrad.train.optimizer import (
     Update,
@@ -82,6 +82,7 @@ _RUN_KEYS = (
     "gradients.sum_dtype",
     "gradients.master_dtype",
 )
+_RECORDED = 3, 8  # last steps of a run: a half of all, at least and at most so many
 _PREPARE_SECONDS = 600.0  # timeout for the slowest rank to import what the job names
 
 
@@ -93,7 +94,8 @@ class Trainer:
 
     Attributes:
         job: The configuration applied to all ranks.
-        tracing: Records steps, unless that is not wanted.
+        tracing: Ends the recording of steps, when it is closed.
+        is_of_first_pipeline: Whether this rank is of the pipeline whose timeline is kept.
         folder: Of the run, when `make_folder` has made it.
         saving: Writes the checkpoints of a run.
         signals: What this process is asked to do.
@@ -134,6 +136,7 @@ class Trainer:
             stage_to_rank=self.job.schedule.stage_to_rank,
             device_type=self._device.type,
         )
+        self.is_of_first_pipeline = self._topology.rank in self._topology.one_replica
         self._feed = make_feed(self.job, self._topology, texts)
         self._feed.begin(1)
         self._states: Collection[float] = ()  # whether the ranks have the next batch
@@ -174,11 +177,12 @@ class Trainer:
             self.job,
             self._scheduler,
             feed=held_out,
-            tokenizer=texts.of_samples,
+            tokenizer=texts.tokenizer,
             length=length,
             device=self._device,
         )
-        agree("trying the optimizer out", self._try_out_optimizer)
+        agree("the outline", self._summarize)
+        agree("trying the optimizer out", lambda: try_out_optimizer(config, self._device))
         # All ranks make it together: it agrees by itself.
         optimizer = make_optimizer(
             config, partial(self._scheduler.optimizer, group_of=partial(group_of, config))
@@ -186,7 +190,6 @@ class Trainer:
         self.scaler = GradScaler(self.sync) if config.train.precision == "fp16" else None
         agree("the learning rate", lambda: self._make_update(optimizer))
         self.saving = self._make_saver(optimizer, texts.training)
-        agree("the outline", self._summarize)
         self.first_step = 1
         self.folder: Path | None = None
         self._lock: RunLock | None = None  # of the folder, on rank 0
@@ -195,7 +198,7 @@ class Trainer:
         self.notes: tuple[str, ...] = ()
         self._resume(config)
         self._begin = time.perf_counter()
-        self.tracing = Tracing(config, self._scheduler)
+        self.tracing = ExitStack()
 
     def step(self, number: int) -> StepMetrics:
         """Trains on the batch of a step; returns its metrics, the same on every rank.
@@ -284,6 +287,12 @@ class Trainer:
             metrics=metrics,
         )
 
+    def recorded(self) -> AbstractContextManager[Recording | None]:
+        """Returns what records the last steps of a run, if ``train.trace`` says so."""
+        train, (least, most) = self.job.config.train, _RECORDED
+        steps = max(least, min(most, train.steps // 2))
+        return record(self._scheduler, steps=steps) if train.trace else nullcontext()
+
     def save_model(self, folder: Path) -> None:
         """Writes a model of transformers as it reads one; every rank must call it.
 
@@ -345,10 +354,6 @@ class Trainer:
         choose_algorithms(deterministic=config.train.deterministic)
         return self._device.type
 
-    def _try_out_optimizer(self) -> None:
-        try_out_optimizer(self.job.config, self._device)
-        self.job.check_optimizer(self.sync.manifest, [self.sync.plan])
-
     def _make_update(self, optimizer: torch.optim.Optimizer) -> None:
         config = self.job.config
         learning_rate = make_learning_rate(config, optimizer)
@@ -359,26 +364,19 @@ class Trainer:
     ) -> checkpoint.Saver:
         """Makes what writes checkpoints; every rank must call it."""
         config = self.job.config
-        try:
-            self._state = checkpoint.State(
-                self._scheduler,
-                optimizer,
-                extra={"update": self._update},
-                shards=config.parallel.shards,
-            )
-        except PlanError as error:
-            if not config.parallel.shards:
-                raise
-            config.refuse("parallel.shards", str(error).removeprefix("shards: "), cause=error)
+        self._state = checkpoint.State(
+            self._scheduler,
+            optimizer,
+            extra={"update": self._update},
+            shards=config.parallel.shards,
+        )
         # Values that the losses depend on, as text. The cut does not change losses.
         self._run = {
             key: repr(value)
             for key, value in config.flat().items()
             if key.partition(".")[0] in ("model", "data", "optimizer") or key in _RUN_KEYS
         }
-        if self._run.pop("data.streaming") == "False":
-            files = "None" if text is None else f"text {text.digest[:16]}"
-            self._run["data.files"] = files
+        self._run["data.files"] = "None" if text is None else f"text {text.digest[:16]}"
         train = config.train
         return checkpoint.Saver(
             self._state, keep_last=train.keep_last, keep_every=train.keep_every, run=self._run
@@ -407,25 +405,22 @@ class Trainer:
                 folder, saved, self._lock = locked_origin(config)
             except ConfigError as error:
                 return str(error)
-            return folder, saved, () if self._lock is None else self._lock.notes
+            return folder, saved
 
         reply: Any = agree("train.resume", found)[0]
         if isinstance(reply, str):
             raise ConfigError(reply)
-        self._goes_on_in, folder, self.notes = reply
+        self._goes_on_in, folder = reply
         self.checkpoint = folder
         if folder is None:
             return
         try:
             resumed = checkpoint.resume(folder, self._state, options=False)
         except CheckpointError as error:
-            words = str(error).removeprefix(f"{folder} ")
-            is_named = folder == path_of(config.train.resume or "")
-            words = words if is_named else f"{folder}: {words}"
-            config.refuse("train.resume", words, cause=error)
+            config.refuse("train.resume", str(error), cause=error)
         self._update.follow(resumed.step)
         notes = [*_differences(resumed.run, self._run), *resumed.notes]
-        self.notes += tuple(f"train.resume: {note}" for note in notes)
+        self.notes = tuple(f"train.resume: {note}" for note in notes)
         self.first_step = resumed.step + 1
         self.sync.continue_from(resumed.step)
         if resumed.step >= config.train.steps and self._goes_on_in is None:
@@ -463,13 +458,14 @@ def run(trainer: Trainer, report: Report) -> int:
         report.note(_begins(trainer, folder))
     running = report.running() if is_first_rank else nullcontext()
     with trainer.signals, trainer.tracing, running:
+        recording = trainer.tracing.enter_context(trainer.recorded())
         for step in range(trainer.first_step, train.steps + 1):
             metrics = trainer.step(step)
             if is_first_rank:
                 report.step(metrics)
             if step == train.steps or trainer.ended_by:
                 trainer.tracing.close()
-                saved = _save_last(trainer, step)
+                saved = trainer.saving.save(step, wait=True) if train.save else None
                 break
             if train.saves_after(step):
                 trainer.saving.save(step)
@@ -480,7 +476,7 @@ def run(trainer: Trainer, report: Report) -> int:
         if is_first_rank:
             report.note(f"stopped by {name} after step {step}; {rest}")
         return exit_code(trainer.ended_by)
-    _end(trainer, report, folder)
+    _end(trainer, report, folder, recording)
     return 0
 
 
@@ -493,22 +489,7 @@ def _begins(trainer: Trainer, folder: Path) -> str:
     return f"writes into {folder}{f': {output} is there already' if is_other else ''}"
 
 
-def _save_last(trainer: Trainer, last: int) -> Path | None:
-    """Writes the checkpoint of the last step; returns its folder, None if none is written."""
-    if not trainer.job.config.train.save:
-        return None
-    try:
-        return trainer.saving.save(last, wait=True)
-    except CheckpointError as error:
-        trainer.job.config.refuse(
-            "train.output",
-            f"the last checkpoint of this run is lost: {error}. Go on with train.resume from the "
-            f"last checkpoint that is whole",
-            cause=error,
-        )
-
-
-def _end(trainer: Trainer, report: Report, folder: Path) -> None:
+def _end(trainer: Trainer, report: Report, folder: Path, recording: Recording | None) -> None:
     """Checks replicas, prints the summary, and writes what a whole run leaves."""
     config, is_first_rank = trainer.job.config, dist.get_rank() == 0
     if was_complete := trainer.first_step > config.train.steps:
@@ -530,7 +511,8 @@ def _end(trainer: Trainer, report: Report, folder: Path) -> None:
     # At last: a run that has made its steps and saved its model does not fail for its timeline.
     timeline = None
     try:
-        timeline = trainer.tracing.timeline()
+        if recording is not None and trainer.is_of_first_pipeline:
+            timeline = recording.timeline()
     except (PipegradError, OSError) as error:
         report.note(f"there is no timeline of this run: {in_words(error)}")
     if is_first_rank:

@@ -24,7 +24,6 @@ from pipegrad.train.config import Config
 from pipegrad.train.schema import LearningRate, Named
 
 MOST_SKIPPED = 100  # steps in a row: a run that only skips ends in nothing
-_SCHEDULED = ("lr", "momentum", "betas")  # options of groups that schedules of torch change
 
 
 def make_optimizer(
@@ -257,43 +256,27 @@ class Update:
         self._learning_rate = learning_rate
         self._scaler = scaler
         self._in_a_row = 0
-        self._of = repr(config.optimizer)  # all that the learning rate of a step depends on
-        self._has_rate = False  # of a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps. All ranks have the same."""
-        state: dict[str, Any] = {
+        return {
             "skipped": self.skipped,
             "in_a_row": self._in_a_row,
             "scaler": {} if self._scaler is None else self._scaler.state_dict(),
         }
-        if self._learning_rate is not None:
-            groups = self._optimizer.param_groups
-            state["learning_rate"] = {
-                "of": self._of,
-                "state": self._learning_rate.state_dict(),
-                "groups": [{n: group[n] for n in _SCHEDULED if n in group} for group in groups],
-            }
-        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what a checkpoint has kept. A run without a loss scale leaves that out."""
         self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
-        kept = state.get("learning_rate", {})
-        self._has_rate = kept.get("of") == self._of
-        if self._has_rate and self._learning_rate is not None:
-            self._learning_rate.load_state_dict(kept["state"])
-            for group, options in zip(self._optimizer.param_groups, kept["groups"], strict=True):
-                group.update(options)
 
     def follow(self, num_steps: int) -> None:
-        """Makes steps of a learning-rate schedule that the checkpoint does not have.
+        """Makes the steps of the learning-rate schedule that were made before a checkpoint.
 
-        They follow from their number alone. A skipped step was none for it.
+        It depends on their number alone. A skipped step was none for it.
         """
-        if self._learning_rate is not None and not self._has_rate:
+        if self._learning_rate is not None:
             advance(self._learning_rate, num_steps - self.skipped)
 
     def make(self, number: int) -> Updated:

@@ -69,13 +69,13 @@ class Report:
 
         Args:
             folder: The run's folder.
-            manifest: Of a new run; one that goes on has its own.
+            manifest: Of a run that begins; one that goes on has its own.
             first_step: Number of the first step.
 
         Raises:
             OSError: If a reporter cannot write there. No reporter is open then.
         """
-        if not (folder / MANIFEST).exists():
+        if first_step == 1 or not (folder / MANIFEST).exists():
             # What redaction does not know as a secret is for nobody else either.
             content = f"{json.dumps(manifest, indent=2)}\n".encode()
             run_files.replace(folder / MANIFEST, content, permissions=0o600)
@@ -173,9 +173,6 @@ def _with_notes(
     inside = sum(m.step_seconds for m in steps[1:])
     is_fused = config.optimizer.name not in _FUSED or config.optimizer.options.get("fused")
     between = [key for key in _BETWEEN if config.flat()[key] is not None]
-    batch = "set data.streaming = false" if config.data.streaming else None
-    if config.data.dataset is not None:
-        batch = "let data.dataset load in other processes, as a DataLoader's num_workers"
     notes: dict[str, str | float | None] = {
         "step_seconds": middle,
         "noise": (seconds[-1 - quarter] - seconds[quarter]) / 2 / (middle or 1.0),
@@ -186,7 +183,9 @@ def _with_notes(
         else "try optimizer.fused = true",
         "between": f"what {' and '.join(between)} take" if between else None,
         "rows": None if config.data.dataset else config.data.batch_size // summary["data"],
-        "batch": batch,
+        "batch": "let data.dataset load in other processes, as a DataLoader's num_workers"
+        if config.data.dataset
+        else None,
         "reduce_dtype": config.gradients.reduce_dtype,
     }
     known = {name: value for name, value in notes.items() if value is not None}

@@ -6,9 +6,8 @@ A new run has a new folder, so no run overwrites another. One job at a time work
 [Note: what a run goes on from]
 1. ``train.resume`` names a checkpoint: a new run begins with its values.
 2. It names the folder of a run: this run goes on in this folder, from its newest checkpoint.
-3. It is "auto": as 2, with the newest run of ``train.output``; a new run if there is none. So ranks
-   that a launcher starts again go on. A run of another ``train.output`` may have such a name, too.
-   Its manifest says so.
+3. It is "auto": as 2, with the folder ``train.output`` itself. A new run begins there if it does
+   not exist, and again if it has no checkpoint. So ranks that a launcher starts again go on.
 
 Nobody looks who owns a folder: see docs/trust.md. A link in it is not followed.
 """
@@ -19,29 +18,22 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import socket
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from pipegrad import run_files
-from pipegrad.checkpoint.folders import (
-    INDEX,
-    checkpoints,
-    newest,
-    remove_unfinished,
-    step_of,
-)
+from pipegrad.checkpoint.folders import find_checkpoint, remove_unfinished
 from pipegrad.comm.agreement import agree
-from pipegrad.errors import ConfigError, PipegradError, in_words, reason
+from pipegrad.errors import CheckpointError, ConfigError, PipegradError, reason
 from pipegrad.train.config import Config, path_of
 
 LOCK, MANIFEST, METRICS = "lock", "manifest.json", "metrics.jsonl"
@@ -64,16 +56,12 @@ class RunLock:
     Args:
         folder: Of the run.
 
-    Attributes:
-        notes: That nothing is locked, if so.
-
     Raises:
         HeldError: If another process holds it. The message says which.
         OSError: If there can be no such file, or something else is in its place.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.notes: tuple[str, ...] = ()
         # A number, and no file object: what forgets this lock does not release it.
         self._file = run_files.open_to_change(folder / LOCK, os.O_RDWR | os.O_CREAT)
         try:
@@ -86,8 +74,10 @@ class RunLock:
                     f"{folder} is in use by {holder or 'another process'}: two jobs cannot go on "
                     f"with one run: wait for its end, or end it"
                 ) from error
-            words = f"{folder} cannot be locked ({error.strerror}): start no other job with it"
-            self.notes = (words,)
+            warnings.warn(
+                f"{folder} cannot be locked ({error.strerror}): start no other job with it",
+                stacklevel=2,
+            )
         now = datetime.now(UTC).isoformat(timespec="seconds")
         os.ftruncate(self._file, 0)
         os.write(
@@ -97,27 +87,6 @@ class RunLock:
     def release(self) -> None:
         """Lets another process go on with the run."""
         os.close(self._file)
-
-
-def is_of_output(run: Path, output: Path) -> bool:
-    """Returns True if a run was made with this ``train.output``. The run is beside it, or there.
-
-    Raises:
-        ValueError: If its manifest is not what a run has written. The message names the file.
-    """
-    path = run / MANIFEST
-    try:
-        manifest: Any = run_files.parsed_json(run_files.read(path))
-        name = path_of(manifest["config"]["train"]["output"]).name
-    except FileNotFoundError:  # somebody has put checkpoints there
-        name = run.name
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise ValueError(
-            f"{path} is not what a run has written: {in_words(error)}: restore it, or remove it "
-            f"and name the run's folder as train.resume"
-        ) from error
-    # The rest of the path depends on the working directory.
-    return name in (output.name, output.resolve().name)
 
 
 def locked_origin(config: Config) -> tuple[Path | None, Path | None, RunLock | None]:
@@ -143,44 +112,26 @@ def find_origin(config: Config) -> Origin:
     One rank decides for all, since a folder may change at any time.
 
     Raises:
-        ConfigError: If what ``train.resume`` names is not there.
+        ConfigError: If what ``train.resume`` names cannot be read, or no run has made the folder
+            ``train.output`` of "auto".
     """
     if config.train.resume is None:
         return None, None
-    folder = path_of(config.train.resume)
-    try:
-        if config.train.resume == AUTO:
-            return _newest_run(path_of(config.train.output))
-        if not _is_run(folder):
-            return None, folder
-        if (found := newest(folder)) is None:
-            raise ValueError("is the folder of a run that has no whole checkpoint")
-    except (ValueError, run_files.PlantedError) as error:  # of a manifest, or of a checkpoint
-        config.refuse("train.resume", str(error), cause=error)
-    return folder, found
-
-
-def _newest_run(output: Path) -> Origin:
-    """Returns the newest run of a ``train.output``, and its newest checkpoint."""
-    runs = [output] if output.is_dir() else []
-    with suppress(OSError, ValueError):  # a path that is none is refused when the folder is made
-        name = re.escape(output.resolve().name)
-        siblings = [f for f in output.resolve().parent.iterdir() if f.is_dir()]
-        # As the user wrote it, for messages.
-        runs += [output.parent / f.name for f in siblings if re.fullmatch(rf"{name}-\d+", f.name)]
-    own = [run for run in runs if checkpoints(run) and is_of_output(run, output)]
-    if not own:
+    is_auto = config.train.resume == AUTO
+    folder = path_of(config.train.output if is_auto else config.train.resume)
+    if is_auto and not folder.is_dir():
         return None, None
-    run = max(own, key=lambda run: checkpoints(run)[0].stat().st_mtime_ns)
-    return run, newest(run)
-
-
-def _is_run(folder: Path) -> bool:
-    """True if this is the folder of a run, not of a checkpoint."""
-    with suppress(OSError, ValueError):  # a path that is none is refused as a checkpoint
-        if step_of(folder) is None and not (folder / INDEX).exists():
-            return (folder / MANIFEST).exists() or bool(checkpoints(folder))
-    return False
+    try:
+        found = find_checkpoint(folder)
+    except CheckpointError as error:
+        config.refuse("train.resume", str(error), cause=error)
+    if found != folder:
+        return folder, found
+    if not is_auto:
+        return None, folder
+    if not (folder / LOCK).exists():
+        config.refuse("train.output", "is there, and no run has made it: name another folder")
+    return folder, None  # the run has ended before its first checkpoint
 
 
 def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:

@@ -266,11 +266,6 @@ class Data(Table):
     )
     batch_size: int = Field(default=16, ge=1, description="sequences a step, all ranks together")
     sequence_length: int = Field(default=128, ge=1, description="tokens a sequence")
-    streaming: bool = Field(
-        default=False,
-        description="make the tokens anew in each epoch instead of writing them into the cache of "
-        "datasets, and shuffle only sequences that are near each other",
-    )
     dataset: Function | None = Field(
         default=None,
         description="instead of all other keys here: 'module:function' that returns batches, or a "
@@ -417,8 +412,8 @@ class Train(Table):
         min_length=1,
         description="what to go on from, on any cut of the same model: the folder of a checkpoint; "
         "or the folder of a run, whose newest checkpoint is taken and which goes on there; or "
-        "'auto', the newest run of train.output, if there is one, also for ranks that a launcher "
-        "starts again",
+        "'auto', the folder train.output, where a run begins if there is none, also for ranks that "
+        "a launcher starts again",
     )
     trace: bool = Field(
         default=True,

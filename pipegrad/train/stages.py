@@ -133,7 +133,7 @@ def try_out(
         scheduler: The pipeline.
         modules: This rank's stages.
         feed: Has the first batch of this rank.
-        tokenizer: Makes the tokens of a text; None if a function makes batches.
+        tokenizer: Makes the tokens of a text.
         device: Of this rank's stages.
 
     Raises:
@@ -141,7 +141,8 @@ def try_out(
     """
     pair = feed.pair
     assert pair is not None
-    if tokenizer is not None:  # a text may not have the largest token for many steps
+    if job.dataset is None:  # a text may not have the largest token for many steps
+        assert tokenizer is not None
         tokens = largest_first(job.config, tokenizer).repeat(job.schedule.num_sequences, 1)
         pair = tokens, tokens
     inputs, target = job.placed(pair, scheduler.topology, device)

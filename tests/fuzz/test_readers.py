@@ -45,7 +45,7 @@ from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config, load, parsed_setting
-from pipegrad.train.run_folder import MANIFEST, METRICS, cut_rows, is_of_output
+from pipegrad.train.run_folder import METRICS, cut_rows
 from tests.support.checkpoints import index_of
 from tests.support.checkpoints import written as checkpoint_in
 from tests.support.picture.timelines import SMALL
@@ -125,11 +125,6 @@ def setting(content: bytes, _folder: Path) -> None:
 def changed(content: bytes, folder: Path) -> None:
     job = written(JOB.encode(), folder, "job.toml")
     load(job, [content.decode("utf-8", "surrogateescape")])
-
-
-def manifest(content: bytes, folder: Path) -> None:
-    written(content, folder, MANIFEST)
-    assert isinstance(is_of_output(folder, Path("runs/run")), bool)
 
 
 def store_value(content: bytes, _folder: Path) -> None:
@@ -279,17 +274,6 @@ READERS: dict[str, Reader] = {
             b"gradient_handlers=" + DEEP[2],
         ),
         lines=True,
-    ),
-    "manifest": Reader(
-        manifest,
-        (as_bytes({"config": {"train": {"output": "runs/run"}}}),),
-        (
-            *JSON,
-            as_bytes({"config": {"train": {"output": 3}}}),
-            as_bytes({"config": {"train": {"output": "~nobody\0"}}}),
-        ),
-        refuses=(ValueError,),
-        form="json",
     ),
     "metrics": Reader(
         metrics,

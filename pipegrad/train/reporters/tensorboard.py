@@ -20,11 +20,12 @@ class TensorBoard(Reporter):
     """Writes events for TensorBoard into the run's folder."""
 
     def open(self, folder: Path, config: Config) -> None:
-        # TensorBoard hides what an ended process wrote of the steps that are made again.
-        purged = self.first_step if self.first_step > 1 else None
         # A name that nobody can guess; see [Note: who may write there].
         suffix = f".{secrets.token_hex(8)}"
-        self._writer = SummaryWriter(str(folder), purge_step=purged, filename_suffix=suffix)
+        # TensorBoard hides what an ended process wrote of the steps that are made again.
+        self._writer = SummaryWriter(
+            str(folder), purge_step=self.first_step, filename_suffix=suffix
+        )
 
     def report(self, metrics: StepMetrics) -> None:
         for name, value in metrics.known().items():

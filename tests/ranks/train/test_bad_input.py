@@ -49,7 +49,6 @@ KEYS: dict[Settings, str] = {
     "=3": "--set =3: '' is not a dotted key",
     "data.files=[a.txt]": "the value is not TOML .*: write words in quotes, as in",
     "train.steps=3\ntrain.seed=4": "another key follows: repeat --set for several",
-    "data.streaming=true": "there are no files to read: set data.files",
     "data.dataset=data_functions:listed": "batch_size = 8: has no effect beside data.dataset: ",
     "eval.every=3": "together with eval.files or eval.dataset",
     ("eval.files=['ours.txt']", "eval.dataset=data_functions:listed", "eval.every=3"): (
@@ -123,7 +122,7 @@ PARTS: dict[Settings, str] = {
     "train.output=one.txt/x": "cannot be written: .*Not a dir",
     "train.output=.": "holds more than a run: name a folder",
     r'train.resume="a\u0000b"': "train.resume = .*null",
-    "train.resume=nowhere": "train.resume = 'nowhere': is not a whole checkpoint of this version",
+    "train.resume=nowhere": "train.resume = 'nowhere': nowhere is not a whole checkpoint of this v",
 }
 # Words of the command line, and what is said of them.
 COMMANDS: dict[Sequence[str], str] = {

@@ -135,11 +135,11 @@ def unreadable(opened: Callable[[Path], object], path: Path) -> object:
 def test_the_newest_checkpoint_of_a_run_is_named_if_it_is_refused(job: Path) -> None:
     save_runs(job)
     said = refusal(job, "train.resume=run")
-    assert "train.resume = 'run': run/checkpoint-1: is damaged: " in said
+    assert "train.resume = 'run': run/checkpoint-1 is damaged: " in said
     assert said.endswith(": restore the files, or take another checkpoint")
     assert "\n" not in said
     renamed = refusal(job, "train.resume=renamed", *SHARDED)
-    assert "renamed/checkpoint-100: is the checkpoint of step 1 by what it has" in renamed
+    assert "renamed/checkpoint-100 is the checkpoint of step 1 by what it has" in renamed
     assert renamed.endswith(": give the folder the name checkpoint-1 again")
     unwhole = refusal(job, "train.resume='run without'")
-    assert "'run without': run without/checkpoint-2: is not a whole checkpoint of " in unwhole
+    assert "'run without': run without/checkpoint-2 is not a whole checkpoint of " in unwhole

@@ -6,7 +6,6 @@ of the tests: the same job, another cut of it, and jobs that are noted or refuse
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -43,7 +42,6 @@ MUON = [*OF_MUON, "gradient_handlers=['pipeline-shared', 'owned']", REPLICAS]
 DRAWN = ["data={dataset='data_functions:drawn'}", REPLICAS]
 LOADED = ["data={dataset='data_functions:loaded'}", REPLICAS]
 GENERATED = ["data={dataset='data_functions:generated'}"]
-STREAM = ["data={files=['stream/*.jsonl'], streaming=true, batch_size=8, sequence_length=16}"]
 
 
 def hook(chosen: str) -> list[str]:
@@ -192,8 +190,6 @@ JOBS = {
     "batches of a generator": of_data(*GENERATED),
     "batches of a loader": of_data(*LOADED),
     "batches that are drawn": of_data(*DRAWN),
-    "a stream": of_data(*STREAM, stop=8),
-    "a stream of replicas": of_data(*STREAM, REPLICAS, stop=8),
     # After step 3 replicas are apart, after step 4 they have just met.
     "replicas apart": Job(4, [meeting(2)], APART, (3, 4)),
     "owners apart": Job(4, [meeting(2, OWNED)], APART),
@@ -230,10 +226,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "low.py").write_text(LOW)
     (made / "plan.py").write_text(PLAN)
     (made / "other.txt").write_text("other words " * 99)
-    (made / "stream").mkdir()
-    for name in "abc":  # an epoch has six batches
-        lines = [json.dumps({"text": f"{n * n} {name} {n}\n" * 3}) for n in range(14)]
-        (made / "stream" / f"{name}.jsonl").write_text("\n".join(lines))
     return made
 
 
@@ -490,7 +482,10 @@ def test_state_of_another_version_is_refused_as_damage(folder: Path) -> None:
     with mock.patch.object(Update, "state_dict", return_value={"of": "tomorrow"}):
         trained(job, until=1, save="checkpoint-1")
     said = refusal(job, "train.resume=checkpoint-1", until=2)
-    assert "train.resume = 'checkpoint-1': has another kind of state of 'update': KeyErr" in said
+    assert (
+        "train.resume = 'checkpoint-1': checkpoint-1 has another kind of state of 'update': Ke"
+        in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -538,7 +533,7 @@ def test_state_of_another_version_is_refused_as_damage(folder: Path) -> None:
         on_ranks(
             "pp 2 x tp 2",
             ["parallel.shards={'*.upp.weight'=0}"],
-            "{'*.upp.weight': 0}: '*.upp.weight' matches no parameter",
+            "shards: '*.upp.weight' matches no parameter",
         ),
         on_ranks(
             "tp, Adafactor",

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from pipegrad.errors import ConfigError
 from pipegrad.train import corpus
 from pipegrad.train.config import Config
-from pipegrad.train.corpus import Corpus, read_corpus, streamed
+from pipegrad.train.corpus import Corpus, read_corpus
 from pipegrad.train.schema import Data, Model
 
 datasets = pytest.importorskip("datasets")
@@ -95,9 +95,8 @@ def test_a_bad_file_is_named_and_leaves_nothing(name: str) -> None:
     Path("cache").mkdir(exist_ok=True)
     Path("b.txt").write_text("good")
     says = rf"data.files = \['b.txt', '{name}'\]: {name} .*{says}"
-    for read in (read_corpus, lambda bad: next(streamed(bad)(0, 1, 1, 0))):
-        with pytest.raises(ConfigError, match=says):
-            read(config("b.txt", name))
+    with pytest.raises(ConfigError, match=says):
+        read_corpus(config("b.txt", name))
     assert not caches()
 
 
@@ -230,9 +229,8 @@ def test_without_a_library_it_says_what_to_install(
     tokenizer("one")
     monkeypatch.setitem(sys.modules, library, None)
     says = rf"it needs the library {library}: pip install 'pipegrad\[hf\]'"
-    for read in (read_corpus, streamed):
-        with pytest.raises(ConfigError, match=says):
-            read(config("a.txt", tokenizer="tokenizer.json"))
+    with pytest.raises(ConfigError, match=says):
+        read_corpus(config("a.txt", tokenizer="tokenizer.json"))
     assert len(read_corpus(config())) > 300_000  # what Python says of itself needs neither
 
 
@@ -290,42 +288,6 @@ def test_a_text_of_one_sequence_is_enough() -> None:
     assert tokens.tolist() == [[97, 98, 99, 100]] * 2
     with pytest.raises(ConfigError, match="the text has 5 bytes: choose at most 4"):
         read_corpus(config("a", length=5))
-
-
-# --- streams
-
-
-def rows_of(batches: Iterator[torch.Tensor]) -> list[bytes]:
-    return [bytes(row) for batch in batches for row in batch.tolist()]
-
-
-def test_a_stream_has_each_sequence_once_in_an_order_of_its_epoch_and_seed() -> None:
-    for name in "ab":
-        Path(name).write_text("".join(chr(32 + (n * n + ord(name)) % 90) for n in range(101)))
-    read = streamed(config("a", "b", length=4, batch_size=10))
-    epochs = [rows_of(read(0, 1, epoch, seed)) for epoch, seed in ((1, 0), (2, 0), (1, 1), (1, 0))]
-    assert epochs[0] == epochs[3]
-    assert len({*map(tuple, epochs)}) == 3
-    one, other = Path("a").read_bytes(), Path("b").read_bytes()
-    expected = [
-        sorted(text[i * 4 : i * 4 + 5] for i in range(50)) for text in (one + other, other + one)
-    ]
-    assert all(sorted(epoch) in expected for epoch in epochs)
-
-
-def test_shares_of_a_stream_are_those_of_one_rank() -> None:
-    Path("a").write_text("".join(chr(32 + n % 90) for n in range(101)))
-    read = streamed(config("a", length=4, batch_size=8))
-    shares = [[*read(k, 4, 1, 0)] for k in range(4)]
-    assert [*map(torch.Tensor.tolist, map(torch.cat, zip(*shares, strict=True)))] == [
-        batch.tolist() for batch in read(0, 1, 1, 0)
-    ]
-
-
-def test_a_stream_that_is_shorter_than_a_batch_is_refused() -> None:
-    Path("a").write_text("abcdefgh")
-    with pytest.raises(ConfigError, match="the stream has no 8 sequences of 4 bytes"):
-        next(streamed(config("a", length=4, batch_size=8))(0, 1, 1, 0))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ FINDINGS: dict[str, tuple[Timeline, dict[str, str | float], str]] = {
         {},
         "a step takes 660 ms; the next batch takes 50 % of it; load it in other processes: at ",
     ),
-    "a way to load it": (SLOW_DATA, {"batch": "set data.streaming = false"}, "false: at most"),
+    "a way to load it": (SLOW_DATA, {"batch": "let num_workers be 2"}, "workers be 2: at most"),
     "more than steps differ by": (SLOW_DATA, {"noise": 0.45}, "; the next batch takes 50 % of it"),
     "what is between steps": (
         run(),
