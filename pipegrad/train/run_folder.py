@@ -31,7 +31,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipegrad import run_files
-from pipegrad.checkpoint.folders import find_checkpoint, remove_unfinished
+from pipegrad.checkpoint.folders import INDEX, find_checkpoint, remove_unfinished
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import CheckpointError, ConfigError, PipegradError, reason
 from pipegrad.train.config import Config, path_of
@@ -129,7 +129,7 @@ def find_origin(config: Config) -> Origin:
         return folder, found
     if not is_auto:
         return None, folder
-    if not (folder / LOCK).exists():
+    if (folder / INDEX).exists() or not (folder / LOCK).exists():
         config.refuse("train.output", "is there, and no run has made it: name another folder")
     return folder, None  # the run has ended before its first checkpoint
 

@@ -119,8 +119,10 @@ def test_what_a_run_goes_on_from(tmp_path: Path) -> None:
     # A run that was killed before its first checkpoint begins again, in its folder.
     assert origin(run_of(tmp_path / "new"), "auto") == (tmp_path / "new", None)
     nowhere.mkdir()
-    with pytest.raises(ConfigError, match=r"train\.output = .*: is there, and no run has made it"):
-        origin(nowhere, "auto")
+    (run / "index.json").touch()  # it looks like a checkpoint itself
+    for other in (nowhere, run):
+        with pytest.raises(ConfigError, match=r"train\.output = .*: is there, and no run has m"):
+            origin(other, "auto")
 
 
 @pytest.mark.parametrize("error", [FileExistsError("a file of the reporter"), ValueError("odd")])
