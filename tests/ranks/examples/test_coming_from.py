@@ -22,7 +22,6 @@ from tests.support.train.launched import Launched, torchrun
 
 SCRIPTS = EXAMPLES / "coming_from"
 PAGES = {
-    "ddp": "ddp",
     "fsdp2": "fsdp2",
     "accelerate": "accelerate_and_trainer",
     "trainer": "accelerate_and_trainer",
