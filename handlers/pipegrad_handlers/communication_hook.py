@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from pipegrad import FlatBucket, GradientHandler, ReductionStep, Work, errors
-from pipegrad.plugins.registry import closest_first, complaints_of
+from pipegrad.plugins.handler import closest_first, complaints_of
 
 Function = Callable[..., Any]
 

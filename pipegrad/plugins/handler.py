@@ -1,5 +1,7 @@
 """The contract of gradient handlers: what they are given, return and may override.
 
+Handlers whose options name functions check them by `complaints_of` and `closest_first`.
+
 To add a placement, give it a member of `Placement`, at its position in a route. Its properties say
 who continues with which elements, and whether parameters are sent back; all other code asks for
 these. Then add its collectives to the two tables of gradients/reductions.py, and a row to
@@ -22,6 +24,8 @@ import torch.distributed as dist
 from pipegrad.comm.sync_points import Done as Done  # noqa: PLC0414 - public
 from pipegrad.comm.sync_points import Work
 from pipegrad.plugins.registry import HANDLERS, Registry
+from pipegrad.plugins.registry import closest_first as closest_first  # noqa: PLC0414 - public
+from pipegrad.plugins.registry import complaints_of as complaints_of  # noqa: PLC0414 - public
 from pipegrad.plugins.written import Constructed
 from pipegrad.topology import Topology
 
