@@ -520,5 +520,6 @@ def sample_of(model: nn.Module) -> dict[str, object]:
             f"of its forward for a small batch"
         )
     if config.is_encoder_decoder:
-        sample["decoder_input_ids"] = tokens[:, : tokens.shape[1] - 2]
+        # A copy: models look at labels by view(-1), which takes no part of each row.
+        sample["decoder_input_ids"] = tokens[:, :-2].clone()
     return sample
