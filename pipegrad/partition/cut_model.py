@@ -128,7 +128,10 @@ class Cut:
         return len(self._parts)
 
     def report(self) -> str:
-        """Returns why the model is cut where it is: a table with a line for each stage."""
+        """Returns why the model is cut where it is: a table with a line for each stage.
+
+        Its last line ends, too: whatever is written behind it begins a line of its own.
+        """
         edges = pairwise([0, *self.boundaries, len(self.layers)])
         stages = [self.layers[a:b] for a, b in edges]
         times = [sum(layer.time for layer in layers) for layers in stages]
@@ -151,7 +154,7 @@ class Cut:
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
         by = self._by if isinstance(self._by, str) else "numbers"
         title = f"{self.num_stages} stages, {self.how}, cut by {by}"
-        return "\n".join([title, *map(str.rstrip, lines)])
+        return "".join(f"{line.rstrip()}\n" for line in (title, *lines))
 
     def load(self, stages: Iterable[int], scheduler: Scheduler | None = None) -> None:
         """Gives stages of a cut that `from_pretrained` or `from_config` made their values.
