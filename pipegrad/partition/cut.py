@@ -27,7 +27,6 @@ from pipegrad.partition.cutting.layers import (
     has_state,
     is_sequential,
     layers_of,
-    only_layers,
     sequential_layers,
     sequential_parts,
 )
@@ -79,8 +78,8 @@ class Cutter:
             boundaries: Index or name of the first layer of stages 1, 2, ..., in place of `by`.
                 `Cut.layers` has the names.
             how: ``"structural"`` runs the model's own code on each stage. ``"sequential"`` cuts an
-                ``nn.Sequential`` into its layers. By default sequential for those, and structural
-                for all others.
+                ``nn.Sequential`` into its layers, of which another Sequential inside is one. By
+                default sequential for those, and structural for all others.
             example: Keyword arguments of the model's forward, for a small batch. Models of
                 transformers need none.
             loss: ``"own"`` runs the model's own loss as it is. ``"chunked"`` lets it never make all
@@ -109,11 +108,10 @@ class Cutter:
         carried = carried_by(inner_model(model), carry)
         not_returned: tuple[str, ...] = ()
         if way == "sequential":
-            plain = only_layers(model)
-            named = sequential_layers(plain, num_stages)
+            named = sequential_layers(model)
             layers = [Layer(name, _sizes(layer)) for name, layer in named]
             starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
-            parts = sequential_parts(plain, named, starts)
+            parts = sequential_parts(model, named, starts)
         else:
             layers, starts, parts, not_returned = _structural(
                 model, num_stages, by, boundaries, example

@@ -61,7 +61,7 @@ def starts_of(
     if not 1 <= num_stages <= len(layers):
         raise TopologyError(
             f"a model of {len(layers)} layers cannot be cut into {num_stages!r} stages: choose 1 "
-            f"to {len(layers)}"
+            f"to {len(layers)}. An nn.Sequential inside of another one is one layer: unpack it by *"
         )
     if boundaries is not None:
         return _starts_named(layers, num_stages, boundaries)

@@ -12,9 +12,10 @@ An ``nn.Sequential`` has no glue. So its layers are known without a run, and a s
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby, pairwise
+from itertools import count, pairwise
 
 from torch import nn
 
@@ -136,13 +137,13 @@ def is_sequential(model: object) -> bool:
     return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
 
 
-def only_layers(model: object) -> nn.Sequential:
-    """Returns `model` if it is no more than its layers in order. Stages would lose the rest.
+def sequential_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the layers of an nn.Sequential, by name and in order. A layer may be there twice.
 
     Raises:
-        TopologyError: If it is anything else.
+        TopologyError: If it is anything else, or has more than these: stages would lose the rest.
     """
-    if not isinstance(model, nn.Sequential) or not is_sequential(model):
+    if not is_sequential(model):
         raise TopologyError(
             f"only an nn.Sequential, with its own forward, can be cut into its layers, found "
             f"{type(model).__name__}: return the model's layers in order, each taking what the "
@@ -153,52 +154,23 @@ def only_layers(model: object) -> nn.Sequential:
             f"the model holds {names} beside its layers, which belong to no stage: put them into a "
             f"layer"
         )
-    return model
-
-
-def sequential_layers(model: nn.Sequential, num_stages: int) -> list[tuple[str, nn.Module]]:
-    """Returns the layers of a model, by name and in order.
-
-    A layer may be there twice. If there are fewer than stages, those of Sequentials inside count.
-    """
-    named = _members(model)
-    while len(named) < num_stages:
-        deeper = list[tuple[str, nn.Module]]()
-        for name, layer in named:
-            is_open = is_sequential(layer) and _members(layer) and not _own_tensors(layer)
-            inside = [(f"{name}.{inner}", part) for inner, part in _members(layer)]
-            deeper += inside if is_open else [(name, layer)]
-        if len(deeper) == len(named):
-            break
-        named = deeper
-    return named
+    return [(name, part) for name, part in model._modules.items() if part is not None]
 
 
 def sequential_parts(
-    model: nn.Sequential, named: Sequence[tuple[str, nn.Module]], starts: Sequence[int]
+    model: nn.Module, named: Sequence[tuple[str, nn.Module]], starts: Sequence[int]
 ) -> list[Part]:
-    """Returns the stages of a model. Nothing is copied: stages share its layers."""
-    modules = [_nested(named[a:b], model) for a, b in pairwise([0, *starts, len(named)])]
-    return [Part(module, ("x",), ("x",)) for module in modules]
-
-
-def _members(layer: nn.Module) -> list[tuple[str, nn.Module]]:
-    # Layers are not taken as model[a:b], which would call the constructor of a subclass.
-    return [(name, part) for name, part in layer._modules.items() if part is not None]
+    """Returns the stages of an nn.Sequential. Nothing is copied: stages share its layers."""
+    parts = list[Part]()
+    for start, end in pairwise([0, *starts, len(named)]):
+        # It is not model[start:end], which would call the constructor of a subclass.
+        module = nn.Sequential(OrderedDict(named[start:end]))
+        module.training = model.training  # layers keep their own modes
+        parts.append(Part(module, ("x",), ("x",)))
+    return parts
 
 
 def _own_tensors(module: nn.Module) -> list[str]:
     """Returns the names of what a module holds itself, and not in a layer."""
     parameters = module.named_parameters(recurse=False)
     return [name for name, _ in (*parameters, *module.named_buffers(recurse=False))]
-
-
-def _nested(named: Sequence[tuple[str, nn.Module]], model: nn.Module) -> nn.Sequential:
-    """Returns layers under their names; those of a Sequential inside stay inside of one."""
-    result = nn.Sequential()
-    result.training = model.training  # layers keep their own modes
-    for head, group in groupby(named, lambda pair: pair[0].partition(".")[0]):
-        inside = [(name.partition(".")[2], layer) for name, layer in group]
-        name, layer = inside[0]
-        result.add_module(head, _nested(inside, model.get_submodule(head)) if name else layer)
-    return result

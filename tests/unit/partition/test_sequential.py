@@ -110,6 +110,7 @@ def test_a_parameter_counts_once_in_a_stage_and_equal_layers_are_spread_evenly()
         (Scaled(nn.Linear(2, 2)), 1, "nobody knows what Scaled takes"),
         (with_own(), 2, r"holds \['scale'\] beside its layers"),
         (layers(1, 2), 0, "cannot be cut into 0 stages"),
+        (nn.Sequential(layers(1, 2)), 2, "a model of 1 layers.*Sequential inside of another one"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(model: nn.Module, num_stages: int, message: str) -> None:
