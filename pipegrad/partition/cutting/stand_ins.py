@@ -122,10 +122,11 @@ class OtherLayer(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OtherLayer:
-        """Converts no tensor: it has none. Those that it shows later have the new dtypes."""
+        """Converts what it has on this stage. What it shows later has the new dtypes, too."""
         dtypes = vars(self)["_pipegrad_place"].layer.dtypes
         for first, dtype in dtypes.items():
             dtypes[first] = fn(torch.empty((), dtype=dtype)).dtype
+        nn.Module._apply(self, fn, recurse)  # of an LSTM, its own would ask for its weights
         return self
 
 

@@ -271,6 +271,19 @@ def test_what_a_layer_elsewhere_has_is_converted_with_the_stage() -> None:
     assert chained(cut, torch.randn(3, WIDTH, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
+def test_what_code_between_layers_uses_is_converted_with_its_stage() -> None:
+    """It kept the dtype and the device of the cut."""
+
+    def between(model: Any, x: Tensor) -> Tensor:
+        return model.last(through(model, model.first(x)) @ model.first.weight)  # type: ignore[no-any-return]
+
+    cut = pipegrad.cut(Glue(between), 3, example={"x": torch.randn(2, WIDTH)})
+    last = cut.modules[2].to(torch.bfloat16)
+    dtypes = {name: parameter.dtype for name, parameter in last.named_parameters()}
+    assert "first.weight" in dtypes
+    assert {*dtypes.values()} == {torch.bfloat16}
+
+
 class Overwriting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
