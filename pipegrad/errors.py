@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -177,6 +177,18 @@ def in_words(error: BaseException) -> str:
 
 def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {said(error)}"
+
+
+def refuse(error: type[PipegradError], reasons: Mapping[str, object]) -> None:
+    """Raises an error with the first reason that holds.
+
+    Args:
+        error: The class of the error.
+        reasons: Each with a value that is true if it holds.
+    """
+    for reason, holds in reasons.items():
+        if holds:
+            raise error(reason)
 
 
 def is_of_user(file: str) -> bool:

@@ -41,6 +41,7 @@ _RECORDS = {
     "observe.doctor": ("RankFacts",),
     "observe.recording": ("Reading",),
     "observe.step_recorder": ("Recorded",),
+    "partition.generation": ("CacheAt",),
     "pipeline.compare": ("Facts",),
     "pipeline.edges": ("Spec",),
     "pipeline.steps": ("Learned",),

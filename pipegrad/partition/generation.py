@@ -27,8 +27,8 @@ from pipegrad.comm.activity import Activity
 from pipegrad.comm.agreement import agree, same
 from pipegrad.comm.collectives import broadcast
 from pipegrad.comm.watch import Bounded
-from pipegrad.errors import StepError, following, in_words
-from pipegrad.interop.private import tree_flatten
+from pipegrad.errors import StepError, following, in_words, refuse
+from pipegrad.interop.private import tree_flatten, tree_map
 from pipegrad.model.wrappers import is_fsdp2, is_imported_kind
 from pipegrad.partition.cutting.calls import Change, Watch, apply, find, roots_of
 from pipegrad.partition.cutting.copies import like, twin, with_class, with_tensors
@@ -37,7 +37,6 @@ from pipegrad.partition.cutting.stage_module import OwnLayer
 from pipegrad.partition.cutting.stand_ins import filled
 from pipegrad.partition.hf.files import listed
 from pipegrad.partition.hf.gathered import collected, tensors_by_name, tensors_of
-from pipegrad.partition.refusals import refuse
 from pipegrad.pipeline.scheduler import evaluating
 from pipegrad.plugins.written import written
 from pipegrad.topology import Topology
@@ -127,6 +126,13 @@ class _Layer:
     changes: tuple[Change, ...]
 
 
+@dataclass(frozen=True)
+class CacheAt:
+    """In a message: one of the caches that the layer was given."""
+
+    number: int
+
+
 class SharedLayer(nn.Module):
     """A layer that one rank of a pipeline runs for all of them."""
 
@@ -143,13 +149,13 @@ class SharedLayer(nn.Module):
         if link.is_inside:
             return call(*args, **kwargs)
         link.is_inside = True
-        before = _entries(layer, caches)
+        before = [plain.dumps(entry) for entry in _entries(layer, caches)]
         watch, tensors = Watch(self, args, kwargs, layer.changes), list[Tensor]()
         try:
             result = call(*args, **kwargs)
             packed = _packed([result, watch.values()], caches, tensors)
             # A layer may share modules with others, and has their entries then, which stay.
-            entries = [entry for entry in _entries(layer, caches) if entry not in before]
+            entries = [x for x in _entries(layer, caches) if plain.dumps(x) not in before]
             link.send([packed, entries], tensors)
         except Exception as error:
             link.send(in_words(error))
@@ -167,16 +173,20 @@ def _received(layer: _Layer, caches: Sequence[Any], roots: Mapping[str, Any]) ->
         words = f"layer {layer.name!r} failed on rank {layer.rank}: {message}"
         raise following(StepError(words))
     packed, entries = message
-    result, changed = _unpacked(packed, caches, link, layer.rank)
+    result, changed = _unpacked(packed, caches, lambda x: link.tensor(x.shape, x.dtype, layer.rank))
     for change, values in zip(layer.changes, changed, strict=True):
         if values:
             apply(change, values, find(roots, change.path))
+
+    def remote(x: Tensor) -> Tensor:
+        return x.as_subclass(_RemoteCache) if x.is_meta else x.to(link.device)
+
     parts = [part for cache in caches for part in _parts_of(cache)]
     for at, index, flag, state in entries:
         cache, part = parts[at]
         while len(part.layers) <= index:
             part.layers.append(part.layer_class_to_replicate())
-        vars(part.layers[index]).update(_unpacked(state, caches, link, layer.rank))
+        vars(part.layers[index]).update(_unpacked(state, caches, remote))
         if flag is not None:
             cache.is_updated[index] = flag
     return result
@@ -200,14 +210,9 @@ class _RemoteCache(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = {k: x for k, x in (kwargs or {}).items() if k != "device"}
-        if func in (Tensor.cpu, Tensor.cuda):
+        if func in (Tensor.cpu, Tensor.cuda, Tensor.to):  # nobody reads it, whatever its dtype
             return args[0]
-        if func is Tensor.to:
-            args = [getattr(x, "dtype", x) if i else x for i, x in enumerate(args)]
-            args = [x for x in args if not isinstance(x, str | torch.device)]
-            if not named and len(args) == 1:
-                return args[0]
+        named = {k: x for k, x in (kwargs or {}).items() if k != "device"}
         return super().__torch_function__(func, types, args, named)  # type: ignore[no-untyped-call]
 
 
@@ -217,59 +222,42 @@ def _parts_of(cache: Any) -> list[tuple[Any, Any]]:
     return [(cache, part) for part in parts if part is not None] or [(cache, cache)]
 
 
-def _packed(value: Any, caches: Sequence[Any], tensors: list[Tensor] | None = None) -> list[Any]:
-    """Returns a value as plain data: its containers with numbers of leaves, and the leaves.
+def _packed(value: Any, caches: Sequence[Any], tensors: list[Tensor] | None = None) -> Any:
+    """Returns a value as plain data, in which a tensor on the meta device has the shape of one.
 
     Args:
         value: What a layer returned, or the attributes of an entry of a cache.
         caches: That a layer may return.
         tensors: Collects tensors. Without it their shapes are enough.
     """
-    leaves, structure = tree_flatten(value, lambda x: type(x) not in (tuple, list, dict))
-    packed = [_packed_leaf(leaf, caches, tensors) for leaf in leaves]
-    return [structure.unflatten(range(len(leaves))), packed]
+
+    def packed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            is_number = leaf.numel() == 1 and not (leaf.is_floating_point() or leaf.is_meta)
+            if tensors is not None:
+                tensors.append(leaf)
+            elif is_number:  # such as a length
+                return leaf.cpu()
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        if isinstance(leaf, torch.device):
+            return torch.device("meta")
+        number = next((i for i, cache in enumerate(caches) if cache is leaf), None)
+        if number is None and not isinstance(leaf, _ATOMS):
+            raise StepError(f"it returns a {type(leaf).__name__}, which cannot be sent: {_GATHER}")
+        return leaf if number is None else CacheAt(number)
+
+    return tree_map(packed, value, is_leaf=lambda x: type(x) not in (tuple, list, dict))
 
 
-def _packed_leaf(leaf: Any, caches: Sequence[Any], tensors: list[Tensor] | None) -> list[Any]:
-    number = next((i for i, cache in enumerate(caches) if cache is leaf), None)
-    if isinstance(leaf, Tensor) and tensors is not None:
-        tensors.append(leaf)
-        return ["tensor", tuple(leaf.shape), leaf.dtype]
-    if isinstance(leaf, Tensor):
-        is_number = leaf.numel() == 1 and not leaf.is_floating_point()  # such as a length
-        at = leaf.item() if is_number and not leaf.is_meta else None
-        return ["shape", tuple(leaf.shape), leaf.dtype, at]
-    if isinstance(leaf, _ATOMS):
-        return ["value", leaf]
-    if isinstance(leaf, torch.device):
-        return ["device"]
-    if number is not None:
-        return ["cache", number]
-    raise StepError(f"it returns a {type(leaf).__name__}, which cannot be sent: {_GATHER}")
+def _unpacked(packed: Any, caches: Sequence[Any], tensor_of: Callable[[Tensor], Tensor]) -> Any:
+    """Returns what `_packed` was given, with tensors for those on the meta device."""
 
+    def unpacked(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return tensor_of(leaf)
+        return caches[leaf.number] if isinstance(leaf, CacheAt) else leaf
 
-def _unpacked(packed: Any, caches: Sequence[Any], link: Link, rank: int) -> Any:
-    """Returns what `_packed` was given, with tensors that a rank sends, or that have a shape."""
-
-    def opened(leaf: Any) -> Any:
-        match leaf:
-            case "tensor", shape, dtype:
-                return link.tensor(shape, dtype, rank)
-            case "shape", shape, dtype, None:
-                return torch.empty(shape, dtype=dtype, device="meta").as_subclass(_RemoteCache)
-            case "shape", shape, dtype, number:
-                return torch.full(shape, number, dtype=dtype, device=link.device)
-            case "cache", number:
-                return caches[number]
-            case ["device"]:
-                return torch.device("meta")
-            case _, value:
-                return value
-
-    skeleton, leaves = packed
-    values = [opened(leaf) for leaf in leaves]
-    numbers, structure = tree_flatten(skeleton)
-    return structure.unflatten([values[number] for number in numbers])
+    return tree_map(unpacked, packed)
 
 
 def generate(
@@ -337,17 +325,13 @@ def _draws_of_first(link: Link) -> Iterator[None]:
     """Lets all ranks draw the random numbers of the first rank; only there they count as drawn."""
     on_device = () if link.device.type == "cpu" else (link.device,)
     devices = [torch.get_device_module(device) for device in on_device]
-    first = link.ranks[0]
-    if link.here == first:
-        states = [torch.get_rng_state(), *(x.get_rng_state(link.device) for x in devices)]
-        link.send(states)
-        yield
-        return
-    cpu, *others = link.receive(first)
-    with torch.random.fork_rng(on_device, device_type=link.device.type):
-        torch.set_rng_state(cpu)
+    states = [torch.get_rng_state(), *(x.get_rng_state(link.device) for x in devices)]
+    cpu, *others = link.shared([state.to(link.device) for state in states], link.ranks[0])
+    forked = torch.random.fork_rng(on_device, device_type=link.device.type)
+    with contextlib.nullcontext() if link.here == link.ranks[0] else forked:
+        torch.set_rng_state(cpu.cpu())
         for module, state in zip(devices, others, strict=True):
-            module.set_rng_state(state, link.device)
+            module.set_rng_state(state.cpu(), link.device)
         yield
 
 
