@@ -29,10 +29,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from pipegrad.errors import StepError, TopologyError, in_words
+from pipegrad.errors import StepError, TopologyError, in_words, refuse
 from pipegrad.partition.cutting.stage_module import OwnLayer
 from pipegrad.partition.hf.conventions import SHIFTED
-from pipegrad.partition.refusals import refuse
 
 LENGTH = "_pipegrad_length"  # of the whole text: what a step in chunks is given beside the batch
 WHOLE = ("attention_mask", "position_ids")  # of texts, which each chunk gets whole
@@ -162,13 +161,16 @@ class CarriedCache:
     """What the stages of a model carry from one chunk of a text to the next.
 
     Args:
-        inner: The model of transformers, or the one inside of an adapter.
+        inner: The model of transformers, or the one inside of an adapter; None if it is none.
 
     Raises:
         TopologyError: If the gradients of a text in chunks would not be those of the whole text.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any | None) -> None:
+        if inner is None:
+            raise TopologyError(f"{_CANNOT}: only models of transformers have one")
+        _check_model(inner)
         self._config = inner.config.get_text_config(decoder=True)
 
     def in_time(
@@ -370,26 +372,6 @@ def shifted_loss(module: nn.Module, arguments: Mapping[str, object]) -> Iterator
             loss = of(part.loss_function)
             around.enter_context(mock.patch.object(part, "_loss_function", loss, create=True))
         yield
-
-
-def carried_by(inner: Any, carry: str | None) -> CarriedCache | None:
-    """Returns what the stages of a model carry.
-
-    Args:
-        inner: The model of transformers, or the one inside of an adapter; None if it is none.
-        carry: As of ``pipegrad.cut``.
-
-    Raises:
-        TopologyError: If it is neither None nor ``"cache"``, or if the model cannot carry a cache.
-    """
-    if carry is None:
-        return None
-    if carry != "cache":
-        raise TopologyError(f"carry is {carry!r}, expected None or 'cache'")
-    if inner is None:
-        raise TopologyError(f"{_CANNOT}: only models of transformers have one")
-    _check_model(inner)
-    return CarriedCache(inner)
 
 
 def _check_model(inner: Any) -> None:

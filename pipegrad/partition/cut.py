@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad.errors import TopologyError
+from pipegrad.errors import TopologyError, refuse
 from pipegrad.model.wrappers import DDP, FSDP1, FSDP2, wrapper_of
-from pipegrad.partition.carried_cache import carried_by
+from pipegrad.partition.carried_cache import CarriedCache
 from pipegrad.partition.cut_model import Cut, Source
 from pipegrad.partition.cutting.boundaries import Layer, starts_of
 from pipegrad.partition.cutting.calls import Call
@@ -40,7 +40,6 @@ from pipegrad.partition.hf.conventions import (
     sample_of,
 )
 from pipegrad.partition.hf.pretrained import meta_model
-from pipegrad.partition.refusals import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -101,12 +100,13 @@ class Cutter:
             {
                 f"how is {how!r}, expected one of {list(WAYS)}": way not in WAYS,
                 f"loss is {loss!r}, expected 'own' or 'chunked'": loss not in ("own", "chunked"),
+                f"carry is {carry!r}, expected None or 'cache'": carry not in (None, "cache"),
             },
         )
         _check_model(model)
         _check_types(num_stages, by, boundaries, example)
-        carried = carried_by(inner_model(model), carry)
-        not_returned: tuple[str, ...] = ()
+        carried = CarriedCache(inner_model(model)) if carry else None
+        conventions, not_returned = Conventions(model, example), tuple[str, ...]()
         if way == "sequential":
             named = sequential_layers(model)
             layers = [Layer(name, _sizes(layer)) for name, layer in named]
@@ -114,7 +114,7 @@ class Cutter:
             parts = sequential_parts(model, named, starts)
         else:
             layers, starts, parts, not_returned = _structural(
-                model, num_stages, by, boundaries, example
+                model, conventions, num_stages, by=by, boundaries=boundaries, example=example
             )
         head = _head_of(model, parts[-1].module, way) if loss == "chunked" else ""
         return Cut(
@@ -124,7 +124,7 @@ class Cutter:
             starts,
             how=way,
             by=by if boundaries is None else "boundaries",
-            example=example,
+            conventions=conventions,
             head=head,
             carry=carried,
             not_returned=not_returned,
@@ -286,7 +286,9 @@ def _head_of(model: nn.Module, last: nn.Module, way: str) -> str:
 
 def _structural(
     model: nn.Module,
+    conventions: Conventions,
     num_stages: int,
+    *,
     by: str | Sequence[float],
     boundaries: Sequence[int | str] | None,
     example: Mapping[str, object] | None,
@@ -295,7 +297,6 @@ def _structural(
 
     Last are the names of tensors that the model returns beside its logits, and no stage does.
     """
-    conventions = Conventions(model, example)
     has_inputs = any(isinstance(x, Tensor) for x in (example or {}).values())
     sample = conventions.arguments({**({} if has_inputs else sample_of(model)), **(example or {})})
     modules = layers_of(model, num_stages)

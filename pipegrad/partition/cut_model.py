@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +18,13 @@ from pipegrad.errors import TopologyError
 from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import AllTies, find_tied
 from pipegrad.partition.carried_cache import CarriedCache
-from pipegrad.partition.cut_stage import CutStage, OwnLoss, metrics_of
+from pipegrad.partition.cut_stage import CutStage, metrics_of, own_loss
 from pipegrad.partition.cutting.boundaries import Layer
 from pipegrad.partition.cutting.copies import without_memory
 from pipegrad.partition.cutting.layers import Part
 from pipegrad.partition.generation import generate
 from pipegrad.partition.hf.adapter import described, has_adapter, tuned_by
-from pipegrad.partition.hf.conventions import Conventions, inner_model, sample_of
+from pipegrad.partition.hf.conventions import Conventions, inner_model
 from pipegrad.partition.hf.gathered import gather_stages, tensors_of
 from pipegrad.partition.hf.pretrained import first_names, load_stages
 from pipegrad.partition.hf.saved import DEFAULT_SHARD_BYTES, save_stages
@@ -84,7 +86,7 @@ class Cut:
         *,
         how: str,
         by: str | Sequence[float],
-        example: Mapping[str, object] | None = None,
+        conventions: Conventions,
         head: str = "",
         carry: CarriedCache | None = None,
         not_returned: tuple[str, ...] = (),
@@ -93,16 +95,15 @@ class Cut:
         self.tied = AllTies(_ties_of(model, parts))
         self.boundaries = tuple(boundaries)
         self.layers = tuple(layers)
+        edges = pairwise([0, *boundaries, len(layers)])
+        self._by_stage = [self.layers[start:end] for start, end in edges]
         self.how = how
         self._by = by
         self._parts = tuple(parts)
         self._head = head  # whose logits wait until something needs them all
         self.returns, self.not_returned = self._parts[-1].outputs, not_returned
-        self._conventions = Conventions(model, example)
+        self._conventions = conventions
         self._carry = carry
-        if carry is not None:  # of what the layers' operations were counted
-            sample: Any = next(iter((example or sample_of(model)).values()))
-            self._num_sampled = sample.numel()
         self.source: Source | None = None
         # What saving and loading need to know of the uncut model, without its values.
         self.uncut: Any = None
@@ -117,9 +118,8 @@ class Cut:
         self._first = first_names(model, self.tied)
         self.labels = () if how == "sequential" else self._conventions.labels
         # It holds no module: on a rank it lives as long as the Scheduler.
-        self.loss_fn: Callable[..., object] | None = (
-            OwnLoss(self._conventions, self.labels, metrics_of(parts[-1])) if self.labels else None
-        )
+        own = partial(own_loss, self._conventions, metrics_of(parts[-1]))
+        self.loss_fn: Callable[..., object] | None = own if self.labels else None
         self._begins = {i: begin_of(module) for i, module in self.modules.items()}
 
     @property
@@ -132,12 +132,10 @@ class Cut:
 
         Its last line ends, too: whatever is written behind it begins a line of its own.
         """
-        edges = pairwise([0, *self.boundaries, len(self.layers)])
-        stages = [self.layers[a:b] for a, b in edges]
-        times = [sum(layer.time for layer in layers) for layers in stages]
-        saved = [sum(layer.saved_bytes for layer in layers) for layers in stages]
+        times = [sum(layer.time for layer in layers) for layers in self._by_stage]
+        saved = [sum(layer.saved_bytes for layer in layers) for layers in self._by_stage]
         rows = [("stage", "layers", "parameters", "MiB", "time", "activations", "receives")]
-        for stage, (layers, part) in enumerate(zip(stages, self._parts, strict=True)):
+        for stage, (layers, part) in enumerate(zip(self._by_stage, self._parts, strict=True)):
             held = {k: v for layer in layers for k, v in layer.parameters.items()}
             rows.append(
                 (
@@ -289,7 +287,9 @@ class Cut:
             raise TopologyError("chunks() needs pipegrad.cut(model, ..., carry='cache')")
         if not 1 <= number <= length:
             raise TopologyError(f"a text of {length} tokens has no {number} chunks")
-        flops = sum(layer.flops for layer in self.layers) / self._num_sampled
+        sample = vars(self._parts[0].module)["_pipegrad_run"].flow.sample
+        texts = next(iter(sample.values()))  # of which operations were counted
+        flops = sum(layer.flops for layer in self.layers) / math.prod(texts[:2])
         return self._carry.lengths(length, number, flops=flops)
 
     def _settled(self) -> Sequence[int]:
@@ -299,13 +299,12 @@ class Cut:
         return range(self.num_stages) if self._held is None else self._held
 
     def __repr__(self) -> str:
-        begins = [self.layers[start].name for start in (0, *self.boundaries)]
+        begins = [layers[0].name for layers in self._by_stage]
         return f"Cut({self.num_stages} stages, {self.how}, begin with {begins})"
 
     def layers_of(self, stage: int) -> list[str]:
         """Returns the names of a stage's layers."""
-        edges = [0, *self.boundaries, len(self.layers)]
-        return [layer.name for layer in self.layers[edges[stage] : edges[stage + 1]]]
+        return [layer.name for layer in self._by_stage[stage]]
 
     def _times_of(self, stage: int) -> dict[str, float]:
         """Returns the layers of a stage with their times, or with 1 if times are unknown."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -196,27 +195,22 @@ class CutStage(Stage):
         return {name: named.get(name) for name in self.outputs}
 
 
-@dataclass(frozen=True)
-class OwnLoss:
-    """The model's own loss: takes the outputs of the last stage and labels.
+def own_loss(
+    conventions: Conventions,
+    metrics: Sequence[str],
+    *values: Any,  # noqa: ANN401 - outputs and labels
+) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+    """Returns a model's own loss, summed over a microbatch, its number of labels, and metrics.
 
-    Attributes:
+    Args:
         conventions: What the model takes and returns.
-        labels: Names of the labels.
         metrics: Names of what the last stage returns in front of the loss.
+        *values: The outputs of the last stage, then labels.
     """
-
-    conventions: Conventions
-    labels: Sequence[str]
-    metrics: Sequence[str]
-
-    def __call__(self, *values: Any) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:  # noqa: ANN401 - outputs and labels
-        """Returns the sum of the losses of a microbatch, how many there are, and metrics."""
-        *outputs, loss, target = values
-        labels = target if isinstance(target, Mapping) else {self.labels[0]: target}
-        found = outputs[len(outputs) - len(self.metrics) :]
-        metrics = dict(zip(self.metrics, found, strict=True))
-        return loss, self.conventions.weight(labels), metrics
+    *outputs, loss, target = values
+    labels = target if isinstance(target, Mapping) else {conventions.labels[0]: target}
+    found = outputs[len(outputs) - len(metrics) :]
+    return loss, conventions.weight(labels), dict(zip(metrics, found, strict=True))
 
 
 def metrics_of(part: Part) -> tuple[str, ...]:
