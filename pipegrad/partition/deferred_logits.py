@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipegrad.errors import StepError
-from pipegrad.interop.private import tree_flatten
+from pipegrad.interop.private import tree_map
 from pipegrad.losses import REDUCTIONS, chunked_cross_entropy
 
 
@@ -93,9 +93,7 @@ class Logits(Tensor):
                 return _logits(found, lambda: func(before.make(), *args[1:], **options))
             if found is not None:
                 return found
-        leaves, structure = tree_flatten((args, options))
-        whole = [leaf.make() if type(leaf) is Logits else leaf for leaf in leaves]
-        args, options = structure.unflatten(whole)
+        args, options = tree_map(lambda x: x.make() if type(x) is Logits else x, (args, options))
         return func(*args, **options)
 
 

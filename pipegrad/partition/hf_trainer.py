@@ -24,10 +24,9 @@ from transformers.trainer_pt_utils import IterableDatasetShard
 
 from pipegrad.checkpoint import Saver, State, resume
 from pipegrad.comm.agreement import agree
-from pipegrad.errors import ConfigError, StepError
+from pipegrad.errors import ConfigError, StepError, refuse
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.generation import Link
-from pipegrad.partition.refusals import refuse
 from pipegrad.pipeline.scheduler import Scheduler
 
 _STATE = "pipeline"  # the folder in a checkpoint that resumes a run on any layout

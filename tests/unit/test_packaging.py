@@ -269,7 +269,7 @@ def test_private_names_of_torch_are_where_they_are_known_to_be() -> None:
 
 
 def test_a_cut_knows_neither_hugging_face_nor_what_stands_on_top_of_both() -> None:
-    for folder, known in {"cutting": {"cutting"}, "hf": {"cutting", "hf", "refusals"}}.items():
+    for folder, known in {"cutting": {"cutting"}, "hf": {"cutting", "hf"}}.items():
         names = {
             name for path in sources(PACKAGE / "partition" / folder) for name, _ in imports(path)
         }

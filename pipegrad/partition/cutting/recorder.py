@@ -24,6 +24,7 @@ from pipegrad.interop.private import (
     TorchDispatchMode,
     storage_key,
     tree_flatten,
+    tree_map,
     weak_storage,
 )
 from pipegrad.partition.cutting.calls import (
@@ -457,10 +458,12 @@ def _followed(layer: str, changes: Changes) -> tuple[Changes, frozenset[tuple[st
     followed, lost = list[tuple[Change, list[Any]]](), set[tuple[str, str]]()
     for change, values in changes:
         if change.is_heard:
-            leaves, structure = tree_flatten(values)
-            is_plain = [isinstance(x, Tensor | nn.Module) or not contents_of(x) for x in leaves]
-            plain = [x if is_known else None for x, is_known in zip(leaves, is_plain, strict=True)]
-            followed.append((change, structure.unflatten(plain)))
+            # No object that has others inside: hooks elsewhere could not hear these.
+            plain = tree_map(
+                lambda x: x if isinstance(x, Tensor | nn.Module) or not contents_of(x) else None,
+                values,
+            )
+            followed.append((change, plain))
         elif not change.is_inside:
             _refuse_hidden(layer, "hands on", values)
             followed.append((change, values))

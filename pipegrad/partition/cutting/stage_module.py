@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from numbers import Number
 from typing import Any, TypeGuard
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError
-from pipegrad.interop.private import TreeSpec, tree_flatten
+from pipegrad.interop.private import TreeSpec, tree_flatten, tree_map
 from pipegrad.partition.cutting.calls import (
     Call,
     Flow,
@@ -419,9 +419,8 @@ class StageModule(nn.Module):
         run: Run = vars(self)["_pipegrad_run"]
         if run.flow.writes_inputs:
             # All stages of a rank are given the same tensors, and a recomputed forward, too.
-            leaves, structure = tree_flatten(batch)
-            copies = {id(x): x.clone() for x in leaves if isinstance(x, Tensor)}
-            batch = structure.unflatten([copies.get(id(x), x) for x in leaves])
+            copied = cache(Tensor.clone)  # what is given twice stays one
+            batch = tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, batch)
         with run.forward(edges, batch):
             try:
                 returned = super().forward(**batch)

@@ -31,10 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad.errors import StepError, TopologyError
+from pipegrad.errors import StepError, TopologyError, refuse
 from pipegrad.model.wrappers import is_imported_kind
 from pipegrad.partition.hf.adapter import adapter_kinds, kind_of_prompt
-from pipegrad.partition.refusals import refuse
 from pipegrad.pipeline.stage import inner_module, parameters_of
 
 _Tensors = dict[str, Tensor]  # by name

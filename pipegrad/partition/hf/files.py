@@ -21,8 +21,18 @@ from pipegrad.printable import printable
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_ADAPTER = "adapter_config.json"
+_PICKLED = (
+    "it has pickled weights (pytorch_model.bin), which are not read: load them once with "
+    "transformers' from_pretrained and save them with save_pretrained"
+)
+# What a directory without weights may have -> why it has none.
+_INSTEAD = {
+    "pytorch_model.bin": _PICKLED,
+    "pytorch_model.bin.index.json": _PICKLED,
+    "adapter_config.json": (
+        "it has an adapter of peft only: load the model that the adapter was made for"
+    ),
+}
 _NAMES_SHOWN = 4  # names that a message lists
 
 
@@ -81,16 +91,8 @@ class Weights:
             return dict.fromkeys(_opened(single).keys(), single)
         if index.exists():
             return _indexed(index)
-        present = {path.name for path in self.directory.iterdir()}
-        if present & set(_PICKLED):
-            reason = (
-                "it has pickled weights (pytorch_model.bin), which are not read: load them once "
-                "with transformers' from_pretrained and save them with save_pretrained"
-            )
-        elif _ADAPTER in present:
-            reason = "it has an adapter of peft only: load the model that the adapter was made for"
-        else:
-            reason = "if it was being written, the writer did not end"
+        reasons = (why for name, why in _INSTEAD.items() if (self.directory / name).exists())
+        reason = next(reasons, "if it was being written, the writer did not end")
         raise WeightsError(f"{self.directory} has neither {SINGLE} nor {INDEX}: {reason}")
 
 

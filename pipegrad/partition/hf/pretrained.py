@@ -25,13 +25,12 @@ import torch
 from torch import nn
 
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, agree_keeping, same, slow_seconds
-from pipegrad.errors import ConfigError, WeightsError
+from pipegrad.errors import ConfigError, WeightsError, refuse
 from pipegrad.model.ties import plain_name
 from pipegrad.partition.cutting.copies import without_memory, without_values
 from pipegrad.partition.hf.files import Weights, extra, listed, put
 from pipegrad.partition.hf.gathered import tensors_by_name
 from pipegrad.partition.hf.initial_values import initial_values
-from pipegrad.partition.refusals import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -71,7 +70,8 @@ def meta_model(
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return model, f"{type(model).__name__} {digest}"
 
-    model, digests = agree_keeping("make the model", make, timeout_seconds=_patience("cpu"))
+    seconds = slow_seconds(torch.device("cpu"), AGREE_SECONDS)  # a disk may be slow
+    model, digests = agree_keeping("make the model", make, timeout_seconds=seconds)
     same("the configuration of the model", dict(enumerate(digests)))
     return model
 
@@ -129,7 +129,8 @@ def load_stages(
             stage.to(device)
         return str(seed)
 
-    seeds = agree("load the stages", load, timeout_seconds=_patience(device))
+    seconds = slow_seconds(torch.device(device), AGREE_SECONDS)  # a disk may be slow
+    seeds = agree("load the stages", load, timeout_seconds=seconds)
     same("the seed of the stages", dict(enumerate(seeds)))
 
 
@@ -149,11 +150,6 @@ def first_names(model: nn.Module, tied: Iterable[Collection[str]] = ()) -> dict[
         name = next((name for name in names if name not in targets), next(iter(names)))
         first |= dict.fromkeys(names, name)
     return first
-
-
-def _patience(device: str | torch.device) -> float:
-    """Returns how long ranks wait for each other. Files of a slow disk take minutes."""
-    return slow_seconds(torch.device(device), AGREE_SECONDS)
 
 
 def _made(
