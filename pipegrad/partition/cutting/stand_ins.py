@@ -126,7 +126,9 @@ class OtherLayer(nn.Module):
         dtypes = vars(self)["_pipegrad_place"].layer.dtypes
         for first, dtype in dtypes.items():
             dtypes[first] = fn(torch.empty((), dtype=dtype)).dtype
-        nn.Module._apply(self, fn, recurse)  # of an LSTM, its own would ask for its weights
+        holder = nn.Module()  # the layer's own way, as of an LSTM, would ask for all its weights
+        vars(holder)["_parameters"] = vars(self)["_parameters"]
+        holder._apply(fn, recurse)
         return self
 
 
