@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -143,20 +143,6 @@ def _carried_kind() -> Any:
     return type("CarriedLayer", (_Carried, DynamicLayer), {})
 
 
-class Chunk(NamedTuple):
-    """What a stage is given of a chunk.
-
-    Attributes:
-        batch: What the model is given, of this chunk.
-        cached: The cache, by the name of its argument; empty if the text is not cut.
-        end: Returns what the next chunk is given, behind the forward.
-    """
-
-    batch: Mapping[str, object]
-    cached: Mapping[str, object]
-    end: Callable[[], object]
-
-
 class CarriedCache:
     """What the stages of a model carry from one chunk of a text to the next.
 
@@ -256,16 +242,23 @@ class CarriedCache:
         return [end - begin for begin, end in pairwise([*ends, length])]
 
     @contextmanager
-    def chunk(self, module: nn.Module, batch: Any, state: Any) -> Iterator[Chunk]:
+    def chunk(
+        self, module: nn.Module, batch: Any, state: Any
+    ) -> Iterator[tuple[Mapping[str, object], Mapping[str, object], Callable[[], object]]]:
         """Yields what a stage is given of a chunk.
 
         Args:
             module: The stage.
             batch: Of the chunk, as `in_time` has made it, or of a text that is not cut.
             state: What the chunk before has handed on; None in the first one.
+
+        Yields:
+            What the model is given of this chunk; the cache, by the name of its argument, and
+            nothing if the text is not cut; and what returns, behind the forward, what the next
+            chunk is given.
         """
         if LENGTH not in batch:
-            yield Chunk(batch, {}, lambda: None)
+            yield batch, {}, lambda: None
             return
         batch = dict(batch)
         length, text = batch.pop(LENGTH), batch.get("input_ids")
@@ -294,7 +287,7 @@ class CarriedCache:
             return {"past": end, "layers": written}
 
         with documents(hidden, len(text), self._config._attn_implementation):
-            yield Chunk(batch, {"past_key_values": cached, "use_cache": True}, handed_on)
+            yield batch, {"past_key_values": cached, "use_cache": True}, handed_on
 
     def _cache(self, layers: Mapping[int, Any], past: int, end: int, length: int) -> Any:
         """Returns the cache of a chunk, with what earlier ones have handed on."""

@@ -20,10 +20,10 @@ from pipegrad.model.ties import AllTies, find_tied
 from pipegrad.partition.carried_cache import CarriedCache
 from pipegrad.partition.cut_stage import CutStage, metrics_of, own_loss
 from pipegrad.partition.cutting.boundaries import Layer
-from pipegrad.partition.cutting.copies import without_memory
+from pipegrad.partition.cutting.copies import without_memory, without_values
 from pipegrad.partition.cutting.layers import Part
 from pipegrad.partition.generation import generate
-from pipegrad.partition.hf.adapter import described, has_adapter, tuned_by
+from pipegrad.partition.hf.adapter import adapter_names, has_adapter, tuned_by
 from pipegrad.partition.hf.conventions import Conventions, inner_model
 from pipegrad.partition.hf.gathered import gather_stages, tensors_of
 from pipegrad.partition.hf.pretrained import first_names, load_stages
@@ -108,7 +108,8 @@ class Cut:
         # What saving and loading need to know of the uncut model, without its values.
         self.uncut: Any = None
         if has_adapter(model):
-            self.uncut = described(model)
+            self.uncut = without_values(model)  # the tokens of a prompt are in no state, and stay
+            adapter_names(self.uncut)  # refuses adapters that could not be saved
         elif inner_model(model) is not None:
             self.uncut = without_memory(model)
         self._tuned = tuned_by([model])

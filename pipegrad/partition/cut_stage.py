@@ -137,9 +137,9 @@ class CutStage(Stage):
             *edges, batch = values
             return self._outputs_of(self._run(edges, batch))
         *edges, batch, state = values
-        with self._carry.chunk(self.module, batch, state) as chunk:
-            returned = self._run(edges, chunk.batch, chunk.cached)
-            carried = chunk.end()
+        with self._carry.chunk(self.module, batch, state) as (given, cached, end):
+            returned = self._run(edges, given, cached)
+            carried = end()
         if isinstance(returned, Mapping):
             return self._outputs_of({**returned, "cache": carried})
         sent = returned if isinstance(returned, tuple) else (returned,)

@@ -24,7 +24,7 @@ from pipegrad.errors import WeightsError, in_words
 from pipegrad.interop.private import FakeTensorMode
 from pipegrad.model.ties import plain_name
 from pipegrad.model.wrappers import is_imported_kind
-from pipegrad.partition.cutting.copies import like, with_tensors, without_values
+from pipegrad.partition.cutting.copies import like, with_tensors
 from pipegrad.partition.hf.files import extra, write_shard
 
 _FILE = "adapter_model.safetensors"
@@ -85,17 +85,6 @@ def adapter_names(model: nn.Module) -> frozenset[str]:
     return frozenset(
         plain_name(n) for n, x in state.items() if x.requires_grad or id(x) in is_saved
     )
-
-
-def described(model: nn.Module) -> nn.Module:
-    """Returns a copy of an uncut model from which its adapters can be saved, on the meta device.
-
-    Raises:
-        WeightsError: If the adapters could not be saved.
-    """
-    result = without_values(model)  # the tokens of a prompt are in no state, and stay
-    adapter_names(result)
-    return result
 
 
 def place_adapters(
