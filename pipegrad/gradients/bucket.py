@@ -1,6 +1,7 @@
 """A bucket's life in a step: gradients accumulate in it, it leaves complete, results come back.
 
-Steps 1 to 4 and 7 of the journey of a gradient in docs/internals.md.
+Steps 1 to 4 and 7 of the journey of a gradient in docs/internals.md. Gradients that nobody reduces
+live in buckets, too, which go nowhere.
 
 [Note: slots] From `begin` to `finish` the gradient of each parameter is its slot in the bucket:
 zeros, to which autograd adds in place, and whoever else computes gradients. So nothing is copied,
@@ -16,27 +17,36 @@ hook, so that hooks of users behind ours have run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from enum import Enum
+from functools import partial
 from operator import add, attrgetter, is_, ne
 
 import torch
 from torch import nn
-from torch.utils.weak import TensorWeakRef
 
 from pipegrad.comm import sync_points
 from pipegrad.errors import StepError
 from pipegrad.gradients.bucket_memory import BucketMemory
+from pipegrad.gradients.hook import Hook
 from pipegrad.gradients.parameter import Param
-from pipegrad.gradients.stored_gradients import BucketState, StoredGradients, weak
 from pipegrad.model.dtensor import as_dtensor, is_dtensor, local, redistribute_gradient
-from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradients
+from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradients, take_gradient
 
 _VERSION = attrgetter("_version")
 _NAMED = 1 << 30  # the count of a gradient that is final by its name: more than any other
 
 
-class GradientBucket(StoredGradients):
-    """The gradients of one bucket on this rank, during a step.
+class BucketState(Enum):
+    """The states of a bucket."""
+
+    RESTS = "between two steps, or its gradients were dropped"
+    OPEN = "gradients accumulate"
+    FINAL = "all gradients are in their slots, and it may be on its way"
+
+
+class GradientBucket:
+    """The gradients of one bucket on this rank, from step to step.
 
     Args:
         parameters: By slot.
@@ -58,21 +68,21 @@ class GradientBucket(StoredGradients):
         may_leave_early: bool,
         main_grad: MainGrad | None = None,
     ) -> None:
-        super().__init__(parameters, main_grad)
+        self.parameters = parameters
         self.memory = memory
         self.stages = frozenset(parameters[0].homes)
+        self.state = BucketState.RESTS
         self.waiting: set[int] = set()
         self.num_early = 0
+        self._main_grad = main_grad
+        self._main_shards = [p.apart for p in parameters]
         self._fixed_divisor = memory.bucket.divisor
         self._may_leave_early = may_leave_early
         self._divisor = 1.0
         self._is_sharded = any(leg.placement.divides_elements for leg in memory.bucket.route)
         self._has_result = any(p.main for p in parameters)
         # Whether slots are the results, so that nothing is put in place.
-        self._is_plain = (
-            not (self._is_sharded or memory.goes or any(self._main_shards))
-            and parameters[0].main is not None
-        )
+        self._is_plain = all(p.main for p in parameters) and not any(self._main_shards)
         number = len(parameters)
         self._announced: set[int] = set()  # stages whose next backward is the last
         # Additions to each in the last backward, and the most in the steps before. A parameter that
@@ -80,12 +90,12 @@ class GradientBucket(StoredGradients):
         self._counts, self._expected = [0] * number, [0] * number
         self._left = [number]  # how many are not final; hooks share these three lists
         self._named: set[int] = set()  # final by `parameters_final`
-        self._own: set[int] = set()  # that a user had set when the step began
         self._begun: list[int] = []  # versions of the slots when the step began
         self._final: list[int] = []  # and when they were final
         self._absent: list[int] = []
         self._cleared: set[int] = set()  # results that were zeroed in place
-        self._result_versions: list[int] = []
+        self._present: list[torch.Tensor | None] = []  # read last
+        self.follow()
 
     def connect(self, ready: dict[GradientBucket, None], leave: Callable[[], None]) -> None:
         """Sets what hooks use, perhaps in a thread of autograd. It does not keep an object alive.
@@ -117,15 +127,38 @@ class GradientBucket(StoredGradients):
         self._calls = list(map(counting, range(len(counts))))
 
     def follow(self) -> None:
-        """Takes the present tensors of the parameters."""
-        super().follow()
+        """Takes the present tensors of the parameters. Hooks of the tensors before are removed."""
+        self._live = [p.tensor for p in self.parameters]
+        self._has_dtensors = any(map(is_dtensor, self._live))
         # What `.grad` is in a step: the slots. A DTensor holds its slot.
-        self._gradients: list[torch.Tensor] = []
+        self._gradients = [
+            as_dtensor(slot, tensor) if is_dtensor(tensor) else slot
+            for slot, tensor in zip(self.memory.slots, self._live, strict=True)
+        ]
+        self.unfollow()
+
+    def unfollow(self) -> None:
+        """Removes all hooks."""
+        # They are made when they first run: from then on autograd looks for hooks of the parameter
+        # in each backward.
+        self._hooks: list[Hook] = []
+        self._taking: list[Hook] = []  # with `main_grad`
+
+    def _run(self, hooks: list[Hook], calls: Sequence[Callable[[nn.Parameter], None]]) -> None:
+        """Makes autograd call these, behind all hooks that the parameters have now."""
+        if not hooks:
+            hooks += map(Hook, self._live)
+        for hook, call in zip(hooks, calls, strict=True):
+            hook.run(call)
+
+    def _rest(self) -> None:
+        for hook in self._hooks:
+            hook.rest()
 
     # The verbs of a step, in order.
 
     def check(self, *, continuing: bool) -> None:
-        """Refuses gradients of the last step that would be reduced once more.
+        """Refuses gradients of the last step that would be reduced and divided once more.
 
         Args:
             continuing: Whether the step continues accumulated steps.
@@ -137,26 +170,57 @@ class GradientBucket(StoredGradients):
         if continuing:
             return
         self._cleared = set()
-        has_any = any(self._main_shards) or {*map(type, present)} != {type(None)}
-        if not (self._results and has_any):
+        if not any(self._main_shards) and {*map(type, present)} == {type(None)}:
             return
-        numbers = reversed(range(len(present)))  # the order of the model
-        left = {i: result for i in numbers if (result := self._last_result(i)) is not None}
-        for number in self._not_zeroed(left):
-            raise StepError(
-                f"the gradient of {self._key(number)!r} is already reduced, and another "
-                f"backward would add to it: call optimizer.zero_grad() before the step, to "
-                f"make it zero or None. optimizer.zero_grad() does so for the parameters that "
-                f"this optimizer has, module.zero_grad() for all whose gradient is in .grad. "
-                f"Or accumulate with 'with sync.accumulate():' around all steps but the last"
-            )
+        # What an optimizer got in the last step, and was not set to None since. It may have been
+        # zeroed in place.
+        results = (
+            gradient if main_shard is None else main_shard.tensor.grad
+            for main_shard, gradient in zip(self._main_shards, present, strict=True)
+        )
+        left = {
+            number: result
+            for number, result in enumerate(results)
+            if result is not None
+            if self._main_shards[number] is not None or result is self._gradients[number]
+        }
+        # To read values blocks the host on a device, once for all.
+        norms = torch._foreach_norm([*map(local, left.values())], 1) if left else []
+        sizes = torch.stack(norms).tolist() if left else []
+        # Reversed: the order of the model.
+        for number, size in reversed([*zip(left, sizes, strict=True)]):
+            if size != 0:
+                raise StepError(
+                    f"the gradient of {self._key(number)!r} is already reduced or divided, and "
+                    f"another backward would add to it: call optimizer.zero_grad() before the "
+                    f"step, to make it zero or None. optimizer.zero_grad() does so for the "
+                    f"parameters that this optimizer has, module.zero_grad() for all whose "
+                    f"gradient is in .grad. Or accumulate with 'with sync.accumulate():' around "
+                    f"all steps but the last"
+                )
         self._cleared = {*left}
 
     def _set_by_user(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns the gradients that are neither what this bucket has left, nor its slots."""
-        held: Sequence[object] = self._gradients or [None] * len(self._present)
-        own = super()._set_by_user()
-        return [(i, g) for i, g in own if g is not held[i] and i not in self._cleared]
+        """Returns the gradients that are not the slots of this bucket."""
+        of_all = enumerate(zip(self._present, self._gradients, strict=True))
+        return [(i, g) for i, (g, slot) in of_all if g is not None and g is not slot]
+
+    def refuse_values(self) -> None:
+        """Refuses gradients that this step would add to, and then divide once more.
+
+        Raises:
+            StepError: If there is a gradient that is not zero.
+
+        Sync: blocks the host if a gradient was zeroed, and not set to None.
+        """
+        for number, gradient in self._set_by_user():
+            if gradient.is_sparse or bool(local(gradient).any()):
+                raise StepError(
+                    f"the parameter {self._key(number)!r} has a gradient already, and the divisor "
+                    f"of this step is known only at its end, so it would be divided too: call "
+                    f"optimizer.zero_grad() before the step; or accumulate with "
+                    f"'with sync.accumulate():' around all steps but the last"
+                )
 
     def begin(self, divisor: float, *, continuing: bool) -> None:
         """Starts a step, or continues it: each gradient is its slot.
@@ -170,17 +234,17 @@ class GradientBucket(StoredGradients):
         # Everything that may refuse the step has run in `check` and `refuse_values`, for all
         # buckets: this changes gradients.
         before, self._divisor = self._divisor, divisor * self._fixed_divisor
-        own, present = self._set_by_user(), self._present
-        self._present, self._results, self._shown = [], (), {}
-        self._restart(continuing=continuing)
-        slots = self.memory.slots
-        for number, gradient in enumerate(present) if continuing else ():
+        own, slots = self._set_by_user(), self.memory.slots
+        self.memory.reset(continuing=continuing)
+        if not continuing:
+            self._begun = self._versions()
+            for main_shard in filter(None, self._main_shards):
+                main_shard.set_grad(None)
+        for number, gradient in enumerate(self._present) if continuing else ():
             if gradient is None:  # a user has dropped what had accumulated
                 slots[number].zero_()
-                self._own.discard(number)
                 self._begun[number] = self._versions()[number]
         if own:
-            self._own.update(number for number, _ in own)
             self.memory.copy([local(gradient) for _, gradient in own], [i for i, _ in own])
         # Now one division at the end is right for the gradients of all steps. One that a user has
         # set is not divided by the divisor of its step.
@@ -188,20 +252,12 @@ class GradientBucket(StoredGradients):
             self.memory.scale(self._divisor / before)
         for number, _ in own if not continuing and divisor != 1 else ():
             slots[number].mul_(divisor)
+        self._present = []
         set_gradients(self._live, self._gradients, self._main_grad)
-        if not continuing:
-            for main_shard in filter(None, self._main_shards):  # it would keep memory that is gone
-                main_shard.set_grad(None)
-            self._begun = self._versions()
-        self._start_taking()
+        self._open()
 
-    def _restart(self, *, continuing: bool) -> None:
+    def _open(self) -> None:
         """Makes all gradients open."""
-        self.memory.reset(continuing=continuing)
-        if not continuing:
-            self._own = set()
-        if not self._gradients or (self.memory.goes and not continuing):
-            self._gradients = [self._hold(i, s) for i, s in enumerate(self.memory.slots)]
         self.state = BucketState.OPEN
         self.waiting = set(self.stages)
         self._announced.clear()
@@ -210,6 +266,15 @@ class GradientBucket(StoredGradients):
         self._left[0] = number
         self._named = set()
         self._absent = []
+        if self._main_grad is not None:  # they run behind the hooks of users
+            me = weakref.ref(self)
+            self._run(self._taking, [partial(_take, me, i) for i in range(number)])
+
+    def take(self, number: int) -> None:
+        """Adds a gradient to ``main_grad``, perhaps in a thread of autograd."""
+        if self.state is BucketState.OPEN:
+            assert self._main_grad is not None
+            take_gradient(self._live[number], self._main_grad.dtype)
 
     @property
     def has_final(self) -> bool:
@@ -275,11 +340,11 @@ class GradientBucket(StoredGradients):
 
         Sync: on the current stream, behind all streams that wrote.
         """
-        self._take_rest()
+        for number, tensor in enumerate(self._live) if self._main_grad is not None else ():
+            if tensor.grad is not None:  # it came without a hook, by torch's split backward
+                self.take(number)
         absent, unsure, elsewhere = self._sorted()
         with self.memory.gathering():
-            for number in self._own.intersection(absent):
-                self.memory.slots[number].zero_()
             if elsewhere:
                 self.memory.copy([self._placed(number) for number in elsewhere], elsewhere)
             if absent or unsure:
@@ -310,7 +375,7 @@ class GradientBucket(StoredGradients):
                 absent.append(number)
             elif gradient is not self._gradients[number]:
                 elsewhere.append(number)
-            elif not (is_written or number in self._own or number in self._touched):
+            elif not is_written:
                 # A kernel may have written to an address, which no counter shows.
                 (absent if self._main_grad is None else unsure).append(number)
         return absent, unsure, elsewhere
@@ -362,18 +427,8 @@ class GradientBucket(StoredGradients):
             for number in range(len(self._live)):
                 self._put_result(number, has_any=number not in nobody)
         self._present = []
-        if self.memory.goes:
-            self._gradients = []
-        if self._is_plain:  # what has a result is its slot, and slots stay
-            self._results = [tensor.grad for tensor in self._live]
-            self._result_versions = self._versions()
-        else:
-            gradients = [p.result for p in self.parameters]
-            self._results = weak(gradients)
-            self._result_versions = [
-                -1 if g is None else self._writes(i, g) for i, g in enumerate(gradients)
-            ]
-        has_copies = self.memory.is_apart and not self.memory.goes and self._has_result
+        self.memory.release()
+        has_copies = self.memory.is_apart and self._has_result
         return len(self._live) - len(nobody) if has_copies else 0
 
     def _nobody(self) -> Collection[int]:
@@ -383,6 +438,8 @@ class GradientBucket(StoredGradients):
         asked = [i for i in self._absent if i not in self._cleared]
         if not asked or not self._has_result:
             return ()
+        if not self.memory.bucket.route and self._main_grad is None:
+            return asked
         # The flags were summed with the gradients. To read them blocks the host, so a rank reads
         # them for gradients that it lacks itself, and in most steps not at all.
         contributed = self.memory.contributed()
@@ -398,37 +455,28 @@ class GradientBucket(StoredGradients):
                 main_shard.set_grad(self.memory.shard(number, begin, end) if has_any else None)
             return
         has_any = has_any and self.parameters[number].main is not None
-        result = self.memory.result(number) if has_any else None
         if main_shard is not None:
-            main_shard.set_grad(result)
-            if self._main_grad is None:
-                # Another optimizer might step the parameter with it.
-                result = None
-            elif result is not None:  # left there until the next step, for users
-                self._shown[number] = TensorWeakRef(result)
-        self._set(number, None if result is None else self._hold(number, result))
+            main_shard.set_grad(self.memory.result(number) if has_any else None)
+            # Another optimizer might step the parameter with it. In `main_grad` it is left for
+            # users, until the next step.
+            has_any = has_any and self._main_grad is not None
+        self._set(number, self._gradients[number] if has_any else None)
 
-    def _writes(self, number: int, gradient: torch.Tensor) -> int:
-        """Returns the number of writes to a gradient."""
-        held = self._gradients[number] if self._gradients else None
-        part = self.memory.slots[number] if gradient is held else local(gradient)
-        return gradient._version + (part._version if part is not gradient else 0)
+    def drop(self) -> None:
+        """Sets all gradients to None, after a failed step: they may not be complete."""
+        self.state = BucketState.RESTS
+        self._rest()
+        for number, main_shard in enumerate(self._main_shards):
+            self._set(number, None)
+            self._live[number].grad = None  # `main_grad` may not have it yet
+            if main_shard is not None:
+                main_shard.set_grad(None)
 
-    def _not_zeroed(self, results: Mapping[int, torch.Tensor]) -> Sequence[int]:
-        """Returns which results were not zeroed in place. Reads values only after writes."""
-        # To read values blocks the host on a device, once for all. A result that nobody has written
-        # since the step cannot have been zeroed.
-        noted = self._result_versions
-        unwritten = [i for i, result in results.items() if self._writes(i, result) == noted[i]]
-        if unwritten or not results:
-            return unwritten
-        sizes = torch.stack(torch._foreach_norm([*map(local, results.values())], 1)).tolist()
-        return [number for number, size in zip(results, sizes, strict=True) if size != 0]
+    def _key(self, number: int) -> str:
+        return self.parameters[number].record.key
 
-    def _hold(self, number: int, slot: torch.Tensor) -> torch.Tensor:
-        """Returns what `.grad` must be, so that a gradient is this slot."""
-        parameter = self._live[number]
-        return slot if not is_dtensor(parameter) else as_dtensor(slot, parameter)
+    def _set(self, number: int, gradient: torch.Tensor | None) -> None:
+        set_gradients([self._live[number]], [gradient], self._main_grad)
 
     def _versions(self) -> list[int]:
         """Returns how often each slot was written. DTensor counts writes in the whole one."""
@@ -447,3 +495,8 @@ def _on_streams(
         count(parameter)
 
     return count_on_stream
+
+
+def _take(called: weakref.ref[GradientBucket], number: int, _: nn.Parameter) -> None:
+    if (bucket := called()) is not None:
+        bucket.take(number)

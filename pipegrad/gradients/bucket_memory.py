@@ -29,7 +29,6 @@ COPIED = sync_points.Record("buffer.copied", "a gradient that was copied is free
 FREED = sync_points.Wait(
     "buffer.freed", "the stream that has made a gradient takes its memory again at once"
 )
-GONE = sync_points.Wait("buffer.gone", "its allocation stream takes freed memory again at once")
 RELEASED = sync_points.Record(
     "buffer.released", "a later step must not overwrite what is being read"
 )
@@ -72,8 +71,7 @@ class BucketMemory:
 
     What is reduced is flat, ``(numel,)`` of the wire dtype: first the slots, then the flags. If
     gradients have another dtype, their slots are memory of their own, which is copied there and
-    back. The memory stays. With SHARD or WHOLE it is made when a step begins, and goes when the
-    step ends, but for this rank's part; see [Note: shards].
+    back. The memory stays.
 
     Args:
         bucket: The bucket.
@@ -85,8 +83,7 @@ class BucketMemory:
         bucket: The bucket.
         slots: Views, in the order of the bucket. Each has a version of its own, which grows with
             each write into it, but by an address or by this class.
-        payload: The part of the slots that this rank has after the reductions so far.
-        goes: Whether this rank reduces with SHARD or WHOLE, so that the memory goes.
+        reduced: The part of the slots that this rank has after all reductions; see [Note: shards].
         is_apart: Whether gradients have memory of their own.
         event: A launch must wait for it, if there is one: all slots are written then.
     """
@@ -96,41 +93,30 @@ class BucketMemory:
     ) -> None:
         self.bucket = bucket
         self.device = device
-        self.slots: list[torch.Tensor] = []
-        self._num_taken = steps_taken(bucket.route, rank)
-        taken = bucket.route[: self._num_taken]
-        self.goes = any(step.placement.scatters for step in taken)
         self.is_apart = bucket.dtype != bucket.wire_dtype
         self._rank = rank
         self._mean = mean
-        self._memory: FlatBuffer | None = None
-        self._part: torch.Tensor | None = None  # of this rank, until the gradients have it
-        self._part_start = 0
         self._divisor = 1.0
         # On CPU there is none: a task is submitted only after the writes of all threads.
         self.event: torch.Event | None = None
         # Streams that wrote into slots: the keys, in their order.
         self._streams: dict[torch.Stream, None] = {}
-        if not self.goes:
-            self._make()
-
-    def _make(self) -> FlatBuffer:
-        bucket = self.bucket
-        flat = torch.zeros(bucket.numel, dtype=bucket.wire_dtype, device=self.device)
-        self._locate(flat)
-        self._gradients = self.payload
-        if self.is_apart:
-            self._gradients = torch.zeros(
-                bucket.payload_numel, dtype=bucket.dtype, device=self.device
-            )
+        flat = torch.zeros(bucket.numel, dtype=bucket.wire_dtype, device=device)
         self._memory = FlatBuffer(flat)
+        self._payload, self._flags = flat[: bucket.payload_numel], flat[bucket.payload_numel :]
+        self._gradients = self._payload
+        if self.is_apart:
+            self._gradients = torch.zeros(bucket.payload_numel, dtype=bucket.dtype, device=device)
         # `.data` has a version counter of its own. So each slot counts its own writes, and none of
         # what comm streams write.
         self.slots = [
             self._gradients.as_strided(slot.shape, slot.stride, slot.offset).data
             for slot in bucket.slots
         ]
-        return self._memory
+        num_taken = steps_taken(bucket.route, rank)
+        self._region = bucket.region(rank, num_taken)
+        reduced = self.part(num_taken)
+        self.reduced, self._contributed = reduced[: len(self._region)], reduced[len(self._region) :]
 
     def reset(self, *, continuing: bool = False) -> None:
         """Begins a step: zeroes all slots, unless it continues accumulated steps.
@@ -141,11 +127,8 @@ class BucketMemory:
         # Step 1 of the journey of a gradient. The collective of the last step may still read on its
         # comm stream.
         self._streams.clear()
-        is_new = self._memory is None
-        memory = self._memory or self._make()
-        memory.acquire(RESET_FREE)
-        self._locate(memory.buffer)
-        if not (continuing or is_new):
+        self._memory.acquire(RESET_FREE)
+        if not continuing:
             self._gradients.zero_()
         self._flags.fill_(1)
 
@@ -206,7 +189,6 @@ class BucketMemory:
 
     def zero(self) -> None:
         """Zeroes all slots and flags: of a step that failed, nothing is sent."""
-        assert self._memory is not None
         self._gradients.zero_()
         self._memory.buffer.zero_()
 
@@ -223,8 +205,10 @@ class BucketMemory:
         self._divisor = divisor * self._mean
         if self.is_apart:
             # Divided while it is copied, in the wider of the two dtypes: it is rounded once.
-            write(self.payload, self._gradients, self._divisor)
+            write(self._payload, self._gradients, self._divisor)
             self._divisor = 1.0
+        if not self.bucket.route:
+            self.divide()
         self.event = WRITTEN(self.device)
 
     def divide(self) -> None:
@@ -233,7 +217,7 @@ class BucketMemory:
         Sync: on the current stream, after all producers.
         """
         if self._divisor != 1:
-            self.payload.div_(self._divisor)
+            self._payload.div_(self._divisor)
 
     def end_reduction(self, step: int, divisor: int) -> None:
         """Ends a reduction: divides what this rank has then, its part.
@@ -244,79 +228,47 @@ class BucketMemory:
 
         Sync: on the current stream, a comm stream.
         """
-        part = self.part(step + 1)
         if divisor != 1:
-            part.div_(divisor)
-        if self.goes:
-            self._locate(part)
+            self.part(step + 1).div_(divisor)
 
     def end_step(self) -> None:
-        """Ends the reductions of a step: results are in place, in slots or in this rank's part.
+        """Ends the reductions of a step: slots have the results that this rank has.
 
         Sync: on the current stream, after all reductions.
         """
-        assert self._memory is not None
-        if self.goes:
-            # The shard is a part of memory that is freed here, and was perhaps allocated on another
-            # stream.
-            self._part_start = self.bucket.region(self._rank, self._num_taken).start
-            self._part = self.part(self._num_taken).clone()
-            self._locate(self._part)
-            self._memory.release(RELEASED)
-            self._memory.return_home(GONE)
-            self._memory, self.slots, self._gradients = None, [], self._part
-        elif self.is_apart:
-            self._gradients.copy_(self.payload)
+        if self.is_apart:
+            self._gradients[self._region.start : self._region.stop].copy_(self.reduced)
 
     def release(self) -> None:
-        """Called when gradients have the results. A part belongs to them alone then.
+        """Called when gradients have the results.
 
         Sync: the next writers wait for everything on the current stream until now.
         """
-        if self._memory is not None:
-            self._memory.release(RELEASED)
-        if self._part is not None:
-            # A view of the part, here or in `payload`, would keep its memory when the user has
-            # dropped all gradients.
-            self._part = None
-            self._gradients = torch.empty(0, dtype=self.bucket.wire_dtype, device=self.device)
-            self._locate(self._gradients)
+        self._memory.release(RELEASED)
 
     def contributed(self) -> list[bool]:
         """Returns for each slot whether any rank has a gradient. Blocks the host."""
-        return [flag != 0 for flag in self._flags.tolist()]
+        return [flag != 0 for flag in self._contributed.tolist()]
 
     def shard(self, number: int, begin: int, end: int) -> torch.Tensor:
-        """Returns the elements ``begin:end`` of a slot, flat, in the order of memory.
+        """Returns the elements ``begin:end`` of a slot, flat, in the order of memory, as reduced.
 
-        They must be in this rank's shard, between `end_step` and `release`.
+        They must be in this rank's shard.
         """
-        assert self._part is not None
-        start = self.bucket.slots[number].offset - self._part_start
-        return self._part[start + begin : start + end]
+        offset = self.bucket.slots[number].offset
+        return self._payload[offset + begin : offset + end].data
 
     def result(self, number: int) -> torch.Tensor:
-        """Returns a gradient that this rank has whole, between `end_step` and `release`."""
-        if self._part is None:
+        """Returns a gradient that this rank has whole, in the wire dtype if ranks share it out."""
+        if not any(step.placement.scatters for step in self.bucket.route):
             return self.slots[number]
         slot = self.bucket.slots[number]
-        offset = slot.offset - self._part_start
-        return self._part.as_strided(slot.shape, slot.stride, offset).data
+        return self._payload.as_strided(slot.shape, slot.stride, slot.offset).data
 
     def part(self, num_steps: int) -> torch.Tensor:
         """Returns this rank's part after `num_steps` reductions: payload and flags, flat."""
-        assert self._memory is not None
         region = self.bucket.region(self._rank, num_steps)
         return self._memory.buffer[region.start : region.stop + len(self.bucket.slots)]
-
-    def nothing(self) -> torch.Tensor:
-        """Returns no elements, of the wire dtype, on the device."""
-        return torch.empty(0, dtype=self.bucket.wire_dtype, device=self.device)
-
-    def _locate(self, flat: torch.Tensor) -> None:
-        """Uses the payload and the flags in `flat` from now on; there are none if it is empty."""
-        end = max(len(flat) - len(self.bucket.slots), 0)
-        self.payload, self._flags = flat[:end], flat[end:]
 
 
 def write(slot: torch.Tensor, gradient: torch.Tensor, divisor: float = 1.0) -> None:

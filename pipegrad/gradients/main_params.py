@@ -109,20 +109,16 @@ class MainParameter:
         if self.copied:
             self.source.copy_(self.tensor.data)
 
-    def set_grad(self, gradient: Tensor | None, *, adds: bool = False) -> None:
+    def set_grad(self, gradient: Tensor | None) -> None:
         """Sets ``.grad`` of `tensor`, in the dtype that the optimizer needs.
 
         Args:
             gradient: Of this step; None if no rank contributed.
-            adds: Whether to add it to the gradient of the last step, which was not zeroed.
         """
-        if gradient is not None:
-            # A gradient of that dtype is not copied: `.grad` is a view of the bucket.
-            gradient = gradient.detach().to(self.tensor.grad_dtype)
-        if not adds or self.tensor.grad is None:
-            self.tensor.grad = gradient
-        elif gradient is not None:
-            self.tensor.grad.add_(gradient)
+        # A gradient of that dtype is not copied: `.grad` is a view of the bucket.
+        self.tensor.grad = (
+            None if gradient is None else gradient.detach().to(self.tensor.grad_dtype)
+        )
 
 
 def group_keys(

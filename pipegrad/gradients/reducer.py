@@ -223,7 +223,6 @@ class Reducer:
     def _step_bucket(self, launch: Launch) -> StepBucket:
         memory = self.memories[launch.bucket]
         bucket = memory.bucket
-        part = memory.nothing() if memory.goes else memory.part(launch.step)
         step, region = bucket.route[launch.step], bucket.region(self._rank, launch.step)
         pair_sum = inbox = None
         if step.is_pair:
@@ -235,7 +234,7 @@ class Reducer:
             new = torch.empty(numel, dtype=bucket.wire_dtype, device=self._device)
             inbox = FlatBuffer(new)
         return StepBucket(
-            part,
+            memory.part(launch.step),
             len(bucket.slots),
             index=launch.bucket,
             slots=bucket.pieces(self._rank, launch.step),
@@ -275,8 +274,6 @@ class Reducer:
             # Here and not in `fill`: the comm stream divides beside the backward that goes on.
             if launch.step == 0:
                 memory.divide()
-            if memory.goes:
-                flat.use(memory.part(launch.step))
             flat.is_mean = flat.is_divided
             with record_function(label):
                 work = self._handlers[step.handler].launch(flat, step, group)
@@ -300,8 +297,6 @@ class Reducer:
             is_mean = flat.is_mean or self._handlers[step.handler].leaves == "mean"
             is_sum_of_mean = step.op == "mean" and not is_mean
             memory.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)
-            if memory.goes:
-                flat.use(memory.nothing())
         self.tape.note("reduction", (launch.bucket, launch.step), began)
 
     def _words_of(self, launch: Launch) -> tuple[str, str]:

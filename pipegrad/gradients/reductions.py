@@ -53,7 +53,8 @@ class StepBucket:
         is_divided: bool = False,
         inbox: FlatBuffer | None = None,
     ) -> None:
-        self.num_flags = num_flags
+        self.buffer, self.num_flags = buffer, num_flags
+        self.payload, self.flags = buffer[:-num_flags], buffer[-num_flags:]
         self.index = index
         self._slots = slots
         self.sum_dtype = sum_dtype or buffer.dtype
@@ -62,12 +63,6 @@ class StepBucket:
         self.is_mean = self.is_divided = is_divided
         self.inbox = inbox
         self.arriving: Arriving | None = None
-        self.use(buffer)
-
-    def use(self, buffer: torch.Tensor) -> None:
-        """Makes `buffer` the tensor that is reduced: the memory of a bucket may be new."""
-        self.buffer = buffer
-        self.payload, self.flags = buffer[: -self.num_flags], buffer[-self.num_flags :]
 
     @property
     def gradients(self) -> list[torch.Tensor]:

@@ -22,8 +22,8 @@ from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
 from pipegrad.errors import PlanError
 from pipegrad.gradients.bucket import GradientBucket
+from pipegrad.gradients.bucket_memory import BucketMemory
 from pipegrad.gradients.drift import DriftCheck
-from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.main_params import MainParameter, has_main_shard, master_dtype_of
 from pipegrad.gradients.norm import GlobalNorm
 from pipegrad.gradients.param_sync import ParameterSync
@@ -40,7 +40,7 @@ from pipegrad.plan.check import (
     refuse_suspected_replicas,
 )
 from pipegrad.plan.options import GradientOptions
-from pipegrad.plan.plan import MainRange, Plan, make_plans
+from pipegrad.plan.plan import MainRange, Plan, buckets_alone, make_plans
 from pipegrad.plan.routes import make_routes
 from pipegrad.plugins.handler import GradientHandler, HandlerSpec
 from pipegrad.plugins.handler import handlers as registry
@@ -329,7 +329,6 @@ class Parts:
         _parameters: Of this rank, by key.
         _tensors: Looks whether modules still hold them.
         _buckets: The gradients of each bucket, by its number.
-        _local: The gradients that nobody reduces; None if there are none.
         _parameter_sync: Sends parameters after the optimizer's step.
         _drift: Compares copies.
         _norm: Of the gradients of all ranks.
@@ -375,23 +374,22 @@ class Parts:
         buffers = {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
         by_key = _parameters(agreed, modules, buffers)
         self._parameters, self._tensors = by_key, Parameters(by_key)
+        alone = buckets_alone(agreed.manifest, plan, topology)
+        memories = self._reducer.memories | {b.index: BucketMemory(b, device) for b in alone}
         self._buckets = {
-            bucket.index: GradientBucket(
-                [by_key[slot.key] for slot in bucket.slots],
-                self._reducer.memories[bucket.index],
+            index: GradientBucket(
+                [by_key[slot.key] for slot in memory.bucket.slots],
+                memory,
                 # DistributedDataParallel reduces gradients until the end of the whole backward.
                 # Before that they are not final.
-                may_leave_early=agreed.manifest.reduced_by_ddp.isdisjoint(
-                    by_key[bucket.slots[0].key].homes
+                may_leave_early=bool(memory.bucket.route)
+                and agreed.manifest.reduced_by_ddp.isdisjoint(
+                    by_key[memory.bucket.slots[0].key].homes
                 ),
                 main_grad=agreed.main_grad,
             )
-            for bucket in plan.buckets
+            for index, memory in memories.items()
         }
-        reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
-        alone = [p for k, p in by_key.items() if k not in reduced and p.record.requires_grad]
-        fixed = [dict(plan.divisors).get(p.record.key, 1.0) for p in alone]
-        self._local = LocalGradients(alone, agreed.main_grad, fixed) if alone else None
         self._parameter_sync = ParameterSync(
             plan,
             by_key,

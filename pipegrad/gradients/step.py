@@ -13,13 +13,11 @@ from torch import nn
 from pipegrad.comm.comm_stream import outside_of_graphs
 from pipegrad.comm.watch import Bounded
 from pipegrad.errors import PipegradError, StepError
-from pipegrad.gradients.bucket import GradientBucket
-from pipegrad.gradients.local_gradients import LocalGradients
+from pipegrad.gradients.bucket import BucketState, GradientBucket
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.optimizer_watch import Gradients, News, OptimizerWatch, steps_alike
 from pipegrad.gradients.parameter import Param
 from pipegrad.gradients.set_up import Agreed, Parts
-from pipegrad.gradients.stored_gradients import BucketState
 from pipegrad.model.wrappers import reshard
 from pipegrad.plan.routes import has_result
 from pipegrad.plugins.handler import GradientHandler
@@ -143,9 +141,6 @@ class Step(Parts):
         self._state = State.BETWEEN
         self._statistics = Statistics()
         self._is_accumulating = False
-        self._everything: list[GradientBucket | LocalGradients] = [*self._buckets.values()]
-        if self._local is not None:
-            self._everything.append(self._local)
         handlers = agreed.plugins.values()
         # After a failed step, a state may differ between ranks. A hook of a user may keep one where
         # nobody sees it.
@@ -184,8 +179,8 @@ class Step(Parts):
     def prepare(self, *, divisor: float | None = 1.0) -> None:
         """Starts a step, or continues an accumulated step.
 
-        ``.grad`` of each parameter that is reduced is a view of a bucket until `finish`: zeros,
-        to which autograd adds. A gradient that is elsewhere when the step ends is copied.
+        ``.grad`` of each trained parameter is a view of a bucket until `finish`: zeros, to which
+        autograd adds. A gradient that is elsewhere when the step ends is copied.
 
         Args:
             divisor: The gradients of this step are divided by it once, when they are final. It is
@@ -202,7 +197,7 @@ class Step(Parts):
         that waits for it.
 
         Raises:
-            StepError: If a gradient is still the reduced gradient of the last step, if there is
+            StepError: If a gradient is still that of the last step and not zero, if there is
                 any gradient and the divisor is None, if the divisor is None and that of accumulated
                 steps is a number, or the reverse, if a parameter is not as the ranks agreed, if
                 a parameter was changed after `publish`, or if gradients of this step are already
@@ -239,13 +234,13 @@ class Step(Parts):
         # All checks come before the first `begin`. A step that is refused has changed nothing: the
         # user may call zero_grad() and then this verb once more. Reversed, the error names the
         # first parameter of the model.
-        for gradients in reversed(self._everything):
-            gradients.check(continuing=continues)
+        for bucket in reversed(self._buckets.values()):
+            bucket.check(continuing=continues)
         if not continues:
             self._watch.supersede()
         if divisor is None and not continues:
-            for gradients in self._everything:
-                gradients.refuse_values()
+            for bucket in self._buckets.values():
+                bucket.refuse_values()
         self._failures.begin()
         self._open = OpenStep(
             accumulates=self._is_accumulating,
@@ -255,8 +250,8 @@ class Step(Parts):
         )
         # Step 1 of the journey of a gradient.
         self._ready.clear()
-        for gradients in self._everything:
-            gradients.begin(1.0 if divisor is None else divisor, continuing=continues)
+        for bucket in self._buckets.values():
+            bucket.begin(1.0 if divisor is None else divisor, continuing=continues)
         self._reducer.begin()
         if not self._is_accumulating:
             # Receives of partial sums are posted before the first backward: a rank that is ahead
@@ -335,14 +330,14 @@ class Step(Parts):
             return
         by_bucket: dict[GradientBucket, list[int]] = {}
         for tensor in parameters:
-            parameter, gradients, number = self._by_id.get(id(tensor), (None, None, 0))
+            parameter, bucket, number = self._by_id.get(id(tensor), (None, None, 0))
             if parameter is None or stage not in parameter.homes:
                 raise StepError(
                     f"a parameter of shape {tuple(tensor.shape)} is none of those of stage "
                     f"{stage} that the ranks agreed on: make a new GradientSync on all ranks"
                 )
-            if isinstance(gradients, GradientBucket):
-                by_bucket.setdefault(gradients, []).append(number)
+            if bucket is not None:
+                by_bucket.setdefault(bucket, []).append(number)
         for bucket, numbers in by_bucket.items():
             if bucket.parameters_final(stage, numbers):
                 self._complete(bucket)
@@ -416,7 +411,7 @@ class Step(Parts):
         try:
             # Before the wait: other ranks may already wait for this one, and `abort` posts the
             # reason for them. Behind it, they could take sums that lack a gradient.
-            late = (gradients.late() for gradients in self._everything)
+            late = (bucket.late() for bucket in self._buckets.values())
             if (error := self._open.error or next(filter(None, late), None)) is not None:
                 raise error
             exposed_seconds = self._reducer.wait()
@@ -432,21 +427,15 @@ class Step(Parts):
         if divisor is not None:
             # Whole buckets, not single gradients: the fewest operations, and each bucket is divided
             # once, whoever holds its gradients.
-            rank, memories = self.plan.rank, self._reducer.memories.values()
-            divide_([m.payload for m in memories if has_result(m.bucket.route, rank)], divisor)
-        self._put_in_place(exposed_seconds, divisor)
+            rank, memories = self.plan.rank, [b.memory for b in self._buckets.values()]
+            divide_([m.reduced for m in memories if has_result(m.bucket.route, rank)], divisor)
+        self._put_in_place(exposed_seconds)
         return compares
 
-    def _put_in_place(self, exposed_seconds: float, divisor: torch.Tensor | None) -> None:
+    def _put_in_place(self, exposed_seconds: float) -> None:
         """Step 7 of the journey of a gradient, after the wait."""
         early = sum(bucket.num_early for bucket in self._buckets.values())
-        # Before `release`: results are views of this rank's part, which belongs to them alone from
-        # then on.
         copies = sum(bucket.finish() for bucket in self._buckets.values())
-        if self._local is not None:
-            self._local.finish(divisor)
-        for memory in self._reducer.memories.values():
-            memory.release()
         self._state = TRANSITIONS["finish"][self._state]
         self._ending.in_vain = False
         if self._parameter_sync.is_needed:
@@ -549,8 +538,8 @@ class Step(Parts):
     def _drop(self) -> None:
         self._state = TRANSITIONS["drop_gradients"][self._state]
         self._watch.expect(has_gradients=False)
-        for gradients in self._everything:
-            gradients.drop()
+        for bucket in self._buckets.values():
+            bucket.drop()
 
     def news(self) -> News:
         """Returns what optimizers did on this rank since the last call; see `OptimizerWatch`."""
@@ -608,12 +597,12 @@ class Step(Parts):
     def _follow(self) -> None:
         """Uses the present tensors of the parameters from now on."""
         # (parameter, what has its gradient, its number there)
-        by_id: dict[int, tuple[Param, GradientBucket | LocalGradients | None, int]] = {
+        by_id: dict[int, tuple[Param, GradientBucket | None, int]] = {
             id(p.tensor): (p, None, 0) for p in self._parameters.values()
         }
-        for gradients in self._everything:
-            gradients.follow()
-            by_id |= {id(p.tensor): (p, gradients, i) for i, p in enumerate(gradients.parameters)}
+        for bucket in self._buckets.values():
+            bucket.follow()
+            by_id |= {id(p.tensor): (p, bucket, i) for i, p in enumerate(bucket.parameters)}
         self._by_id = by_id
 
     def _leave_ready(self) -> None:

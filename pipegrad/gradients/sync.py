@@ -82,8 +82,8 @@ class GradientSync(Step):
     the reduction of FSDP2.
 
     Gradients are views of the buckets, and the next step writes into the same memory. With SHARD
-    and WHOLE, the memory of a bucket is freed when it is reduced, and the gradient of a parameter
-    is None then. If you use a gradient after the next `prepare`, for example in a logger, clone it:
+    the gradient of a parameter is None after a step, and with WHOLE on all ranks but its owner. If
+    you use a gradient after the next `prepare`, for example in a logger, clone it:
     ``parameter.grad.clone()``.
 
     Some optimizers make copies of a parameter different: those whose step depends on all gradients
@@ -655,8 +655,8 @@ class GradientSync(Step):
         finally:
             self._state = State.CLOSED
             self._watch.remove()
-            for gradients in self._everything:
-                gradients.unfollow()
+            for bucket in self._buckets.values():
+                bucket.unfollow()
             for comm_stream in self._reducer.comm_streams:
                 comm_stream.close()
             self._ending.end()

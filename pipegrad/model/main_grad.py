@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 
 class MainGrad:
@@ -15,7 +16,7 @@ class MainGrad:
     Each gradient that autograd adds to ``parameter.grad`` is added to ``main_grad`` and dropped. A
     kernel may add to ``main_grad`` itself and set ``parameter.grad_added_to_main_grad = True``.
     Then the gradient from autograd is a placeholder, and is ignored. In a step, ``main_grad`` is
-    zeros before the first gradient. If no rank reduces a parameter, it has none before.
+    zeros before the first gradient.
 
     From `finish` to the next `prepare`, ``main_grad`` is the result: with REPLICATE on all ranks,
     with OWNER on the owner. It shares memory with the ``.grad`` of the main parameter, unless the
@@ -67,10 +68,10 @@ def take_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         getattr(named, "grad_added_to_main_grad", False),
         False,
     )
-    if gradient is None or was_added:
-        return
     main = getattr(named, "main_grad", None)
-    if main is None:  # a copy: autograd may share the gradient with others
+    if was_added and main is not None:
+        increment_version(main)  # a kernel writes to an address, which no counter shows
+    elif gradient is not None and main is None:  # a copy: autograd may share it with others
         named.main_grad = gradient.detach().to(dtype, copy=True)
-    else:
+    elif gradient is not None:
         main.add_(gradient.detach())

@@ -69,6 +69,7 @@ class Bucket(Kind):
 
     Attributes:
         index: Its number among the buckets of all ranks, in the order in which they become ready.
+            Negative if nobody reduces its gradients.
         parameter_dtype: dtype of its parameters in a parameter sync.
         route: The reductions, in order.
         slots: By reverse position in the model, which is the order in which backward fills them.
@@ -148,8 +149,7 @@ class Bucket(Kind):
 # [Note: shards] After a reduction with SHARD or WHOLE, a rank continues with one region of the
 # payload, and with the flags. The flags are copied to right behind the region, over elements that
 # belong to other ranks now. So the later reductions of the route also have one flat tensor, the
-# rank's part. When the step ends it is copied into new memory, and that of the whole bucket goes.
-# The part goes with the last gradient that is in it.
+# rank's part.
 
 
 def in_few_words(keys: Sequence[str]) -> str:
@@ -213,6 +213,34 @@ def make_buckets(
         _bucket(index, kind, cut, manifest=manifest, route=routes[cut[0].key], costs=costs)
         for index, (kind, _, cut) in enumerate(cuts)
     )
+
+
+def unsent_buckets(
+    manifest: Manifest, records: Iterable[ParameterRecord], divisors: Divisors
+) -> list[Bucket]:
+    """Returns a bucket for each kind of gradients that nobody reduces, numbered -1, -2 and so on.
+
+    Args:
+        manifest: The agreed model.
+        records: The parameters of one rank.
+        divisors: Key -> divisor of its gradient.
+    """
+    families: dict[Kind, list[ParameterRecord]] = {}
+    for record in records:
+        dtype = manifest.entries(record.key)[0].gradient_dtype
+        kind = Kind(
+            ready=0,
+            holders=record.holders,
+            dtype=dtype,
+            wire_dtype=dtype,
+            sum_dtype=dtype,
+            divisor=divisors.get(record.key, 1.0),
+        )
+        families.setdefault(kind, []).append(record)
+    return [
+        _bucket(-number, kind, family[::-1], manifest=manifest, route=(), costs={})
+        for number, (kind, family) in enumerate(families.items(), 1)
+    ]
 
 
 def _num_owners(route: Route) -> int:

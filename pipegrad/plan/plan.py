@@ -9,7 +9,14 @@ from functools import cached_property, partial
 
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.buckets import Bucket, cut_by_bytes, in_few_words, localised, make_buckets
+from pipegrad.plan.buckets import (
+    Bucket,
+    cut_by_bytes,
+    in_few_words,
+    localised,
+    make_buckets,
+    unsent_buckets,
+)
 from pipegrad.plan.check import check_routes, check_sums
 from pipegrad.plan.options import DEFAULT_OPTIONS, GradientOptions
 from pipegrad.plan.routes import (
@@ -298,6 +305,15 @@ def _plan_of(
         packs=tuple(_packs(held, route_of, options.bucket_bytes)),
         divisors=tuple((r.key, divisors[r.key]) for r in held if r.key in divisors),
     )
+
+
+def buckets_alone(manifest: Manifest, plan: Plan, view: Topology) -> tuple[Bucket, ...]:
+    """Returns buckets for the gradients of a rank that nobody reduces, with negative numbers."""
+    reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
+    held = [r for r in manifest.records(view) if r.requires_grad and r.key not in reduced]
+    shapes = {r.key: shard.shape for r in held if (shard := manifest.shard(view.rank, r.key))}
+    buckets = unsent_buckets(manifest, held, dict(plan.divisors))
+    return localised(buckets, {r.key: () for r in held}, shapes)
 
 
 def _packs(

@@ -264,28 +264,20 @@ def test_what_is_written_behind_autograd_is_divided_and_reduced() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["own", "a"])
-def test_a_gradient_that_a_hook_has_dropped_is_an_error_where_it_is_reduced(name: str) -> None:
+def test_a_gradient_that_a_hook_has_dropped_is_an_error(name: str) -> None:
     # Rank 0's hook drops the gradient of a tie, or steps a parameter of its own.
     module = stage(a=(2,), own=(2,))
     sync = tied(module, "a")
 
     def drop(parameter: Tensor) -> None:
         if rank() == 0 and parameter is module.get_parameter(name):
-            assert parameter.grad is not None
-            if name == "own":
-                with torch.no_grad():
-                    parameter.sub_(parameter.grad)
             parameter.grad = None
 
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(drop)
     words = outcome(lambda: step(sync, module, a=1.0, own=1.0))
-    gone = "the gradient of '0.a' is gone: autograd added to it in this step"
-    if name == "own":
-        own = [1.0, 1.0] if rank() else None
-        assert words == str({"a": [2.0, 2.0], "own": own})
-        assert module.get_parameter("own").tolist() == [rank() - 1.0] * 2
-    elif rank() == 0:
+    gone = f"the gradient of '0.{name}' is gone: autograd added to it in this step"
+    if rank() == 0:
         assert words.startswith(f"StepError: {gone}")
         assert "optimizer.step() after finish()" in words
     else:

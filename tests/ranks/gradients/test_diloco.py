@@ -375,6 +375,7 @@ def test_states_and_outer_steps_of_clusters() -> None:
     for _ in range(3):
         compute(sync, lambda: (module(torch.ones(1, 2)) * rank()).sum().backward())
         optimizer.step()
+        optimizer.zero_grad()
     sync.check_replicas()
     sync.load_state_dict(sync.state_dict())
     assert meetings_of(sync)._last == 3

@@ -145,37 +145,6 @@ def in_a_thread(where: Where, slow: Slow) -> list[Result]:
     return two_steps(where, slow, threaded=True)
 
 
-def taken(where: Where, slow: Slow) -> list[list[float]]:
-    """A shard is copied out of a bucket on another stream than that of its memory, which goes.
-
-    Twice: an allocator of the host keeps large memory only when it has seen some go.
-    """
-    comm_stream = CommStream("taken", where.device, threaded=False)
-    finisher = CommStream("finisher", where.device, threaded=False)
-    result, gradient, others = _full(where, 0), _full(where, 3, LARGE), list[torch.Tensor]()
-    memory = BucketMemory(SHARDED, where.device)
-
-    def finish() -> None:
-        comm_stream.wait(10)
-        _pause(where, slow, "finisher")
-        memory.end_step()
-        result.copy_(memory.shard(0, 0, NUMEL))
-
-    for _ in range(2):
-        memory.reset()  # the memory is made here
-        memory.slots[0].copy_(gradient)
-        memory.complete(1.0)
-        comm_stream.submit(lambda: memory.end_reduction(0, 1), events(memory))
-        ended = finisher.submit(finish, [])
-        others = [_full(where, -1, LARGE) for _ in range(4)]
-        ended.wait(10)
-        memory.release()
-    for each in (comm_stream, finisher):
-        each.close()
-    where.synchronize()
-    return [_values(result), *map(_values, others)]
-
-
 def freed(where: Where, slow: Slow) -> list[list[float]]:
     """A gradient is copied on another stream than the one that made it, and freed at once."""
     result, memory = _full(where, 0, LARGE), BucketMemory(UNREDUCED, where.device)
@@ -279,7 +248,6 @@ EXPECTED: dict[Program, Any] = {
     two_steps: _RESULTS,
     in_a_thread: _RESULTS,
     freed: [[3.0], *[[-1.0]] * 4],
-    taken: [[3.0], *[[-1.0]] * 4],
     held: [[1.0], *[[-1.0]] * 4],
     given_up: [[0.0], *[[-1.0]] * 4],
     published: [[2.0], [6.0]],
@@ -303,7 +271,6 @@ TWINS: dict[str, Twin] = {
     "buffer.copied": Twin(freed, {"filler": 1}),
     "buffer.freed": Twin(freed, {"filler": 1}),
     "buffer.released": Twin(two_steps, {"reader": 1}),
-    "buffer.gone": Twin(taken, {"finisher": 1}),
     "comm-stream.producers": Twin(two_steps, {"filler": 1}),
     "comm-stream.task-done": Twin(two_steps, {"comm_stream": 1}),
     "comm-stream.host": Twin(in_a_thread, {"comm_stream": 1}),

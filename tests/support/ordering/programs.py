@@ -328,12 +328,6 @@ def freed(checker: OrderChecker) -> Any:
     return programs.freed(programs.Virtual(checker), {})
 
 
-@program(programs.EXPECTED[programs.taken])
-def shard_taken(checker: OrderChecker) -> Any:
-    """A shard is copied out of memory of another stream, which goes at once."""
-    return programs.taken(programs.Virtual(checker), {})
-
-
 @program(PASSED)
 def passed(checker: OrderChecker) -> Any:
     """The first rank steps: gradients are passed down to it, parameters up from it."""
