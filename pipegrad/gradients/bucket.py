@@ -89,7 +89,6 @@ class GradientBucket:
         # was not used so far is expected to be final only when its stage is.
         self._counts, self._expected = [0] * number, [0] * number
         self._left = [number]  # how many are not final; hooks share these three lists
-        self._named: set[int] = set()  # final by `parameters_final`
         self._begun: list[int] = []  # versions of the slots when the step began
         self._final: list[int] = []  # and when they were final
         self._absent: list[int] = []
@@ -264,7 +263,6 @@ class GradientBucket:
         number = len(self.parameters)
         self._counts[:] = [0] * number
         self._left[0] = number
-        self._named = set()
         self._absent = []
         if self._main_grad is not None:  # they run behind the hooks of users
             me = weakref.ref(self)
@@ -309,8 +307,7 @@ class GradientBucket:
             return False
         self.memory.add_stream()
         for number in numbers:
-            if number not in self._named:
-                self._named.add(number)
+            if self._counts[number] < _NAMED:
                 self._left[0] -= not 0 < self._expected[number] <= self._counts[number]
                 self._counts[number] = _NAMED
         return not self._left[0]
@@ -343,25 +340,24 @@ class GradientBucket:
         for number, tensor in enumerate(self._live) if self._main_grad is not None else ():
             if tensor.grad is not None:  # it came without a hook, by torch's split backward
                 self.take(number)
-        absent, unsure, elsewhere = self._sorted()
+        absent, elsewhere = self._sorted()
         with self.memory.gathering():
             if elsewhere:
                 self.memory.copy([self._placed(number) for number in elsewhere], elsewhere)
-            if absent or unsure:
-                self.memory.lack(absent, unsure)
+            self.memory.lack(absent)
         for number in elsewhere:
             self._set(number, self._gradients[number])
-        self.state, self._absent = BucketState.FINAL, [*absent, *unsure]
+        self.state, self._absent = BucketState.FINAL, absent
         self.num_early = len(self.parameters) - self._left[0]
         self._final = self._versions()
         self.memory.complete(self._divisor)
 
-    def _sorted(self) -> tuple[list[int], list[int], list[int]]:
-        """Returns which gradients are absent, which may be, and which are not in their slots."""
-        absent, unsure, elsewhere = list[int](), list[int](), list[int]()
+    def _sorted(self) -> tuple[list[int], list[int]]:
+        """Returns which gradients seem to be absent, and which are not in their slots."""
+        absent, elsewhere = list[int](), list[int]()
         present, versions = gradients_of(self._live, self._main_grad), self._versions()
         if all(map(is_, present, self._gradients)) and all(map(ne, versions, self._begun)):
-            return absent, unsure, elsewhere
+            return absent, elsewhere
         for number, gradient in enumerate(present):
             is_written = versions[number] != self._begun[number]
             if gradient is None and is_written:
@@ -371,14 +367,11 @@ class GradientBucket:
                     f"optimizer.step() after finish(), not in a hook; to drop a gradient inside a "
                     f"step, zero it"
                 )
-            if gradient is None:
-                absent.append(number)
-            elif gradient is not self._gradients[number]:
+            if gradient is not None and gradient is not self._gradients[number]:
                 elsewhere.append(number)
             elif not is_written:
-                # A kernel may have written to an address, which no counter shows.
-                (absent if self._main_grad is None else unsure).append(number)
-        return absent, unsure, elsewhere
+                absent.append(number)
+        return absent, elsewhere
 
     def _placed(self, number: int) -> torch.Tensor:
         """Returns a gradient that is elsewhere; of a DTensor, this rank's part of it."""
@@ -415,11 +408,11 @@ class GradientBucket:
                 )
         return None
 
-    def finish(self) -> int:
-        """Puts the results in place; returns how many were copied out of the bucket."""
+    def finish(self) -> None:
+        """Puts the results in place."""
         self.state = BucketState.RESTS
         if self._may_leave_early:
-            counts = [0 if i in self._named else n for i, n in enumerate(self._counts)]
+            counts = [n if n < _NAMED else 0 for n in self._counts]
             self._expected[:] = map(max, self._expected, counts)
         self.memory.end_step()
         nobody = self._nobody() if self._absent else ()
@@ -428,8 +421,6 @@ class GradientBucket:
                 self._put_result(number, has_any=number not in nobody)
         self._present = []
         self.memory.release()
-        has_copies = self.memory.is_apart and self._has_result
-        return len(self._live) - len(nobody) if has_copies else 0
 
     def _nobody(self) -> Collection[int]:
         """Returns the slots to which no rank contributed. Blocks the host if this rank has some."""

@@ -173,18 +173,14 @@ class BucketMemory:
             else:
                 torch._foreach_copy_(into, list(gradients))
 
-    def lack(self, slots: Sequence[int], unsure: Sequence[int] = ()) -> None:
-        """Sets the flags of slots without a gradient of this rank.
+    def lack(self, slots: Sequence[int]) -> None:
+        """Sets the flags of slots that nobody seems to have written: 0, if all values are.
 
-        Args:
-            slots: They are zero.
-            unsure: To which somebody may have added, without a trace: whether a value is not zero.
+        A kernel may write to an address, which no counter shows.
 
         Sync: as `copy`, behind it. The host does not wait.
         """
         for number in slots:
-            self._flags[number].zero_()
-        for number in unsure:
             self._flags[number].copy_(self.slots[number].any())
 
     def zero(self) -> None:

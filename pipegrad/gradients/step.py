@@ -31,7 +31,6 @@ class Statistics:
         steps: Steps finished so far.
         collectives: Collectives launched.
         reduced_bytes: Bytes of gradients that they reduced. A communication hook sends fewer.
-        copies: Gradients copied out of a bucket; 0 if all are views.
         early: Parameters whose gradient was sent before the backward of their stage ended.
         published_bytes: Bytes of its parameter sync, to this rank and from it.
         exposed_seconds: Time for which `finish` waited for collectives, and `stage_first_use`
@@ -41,7 +40,6 @@ class Statistics:
     steps: int = 0
     collectives: int = 0
     reduced_bytes: int = 0
-    copies: int = 0
     early: int = 0
     published_bytes: int = 0
     exposed_seconds: float = 0.0
@@ -435,7 +433,8 @@ class Step(Parts):
     def _put_in_place(self, exposed_seconds: float) -> None:
         """Step 7 of the journey of a gradient, after the wait."""
         early = sum(bucket.num_early for bucket in self._buckets.values())
-        copies = sum(bucket.finish() for bucket in self._buckets.values())
+        for bucket in self._buckets.values():
+            bucket.finish()
         self._state = TRANSITIONS["finish"][self._state]
         self._ending.in_vain = False
         if self._parameter_sync.is_needed:
@@ -448,7 +447,6 @@ class Step(Parts):
             steps=self._statistics.steps + 1,
             collectives=launched,
             reduced_bytes=self.plan.reduced_bytes,
-            copies=copies,
             early=early,
             published_bytes=self.plan.published_bytes,
             exposed_seconds=exposed_seconds,

@@ -37,7 +37,6 @@ from pipegrad.gradients.main_params import (
     NamedGroupOf,
     group_keys,
     grouped,
-    refuse_unless_elementwise,
 )
 from pipegrad.gradients.named_optimizer import (
     Optimizer,
@@ -354,17 +353,6 @@ class GradientSync(Step):
     def main_parameters(self) -> tuple[MainParameter, ...]:
         """Returns the main parameters of this rank, by stage and position."""
         return tuple(p.main for p in self._parameters.values() if p.main is not None)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer | type) -> None:
-        """Refuses an optimizer that cannot step shards, if the plan has shards.
-
-        Every optimizer is checked before its step. This is for an earlier error.
-
-        Raises:
-            PlanError: If it is refused. It names the optimizers that can be used.
-        """
-        if self.plan.sharded:
-            refuse_unless_elementwise(optimizer)
 
     # Parameter sync, and replicas.
 

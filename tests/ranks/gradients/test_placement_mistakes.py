@@ -202,7 +202,6 @@ class Elementwise(Foreign):
 )
 def test_optimizers_that_look_at_whole_parameters_are_refused(kind: Any) -> None:
     job = Job(SHARD)
-    checked = outcome(lambda: job.sync.check_optimizer(kind))
     asked = job.sync.optimizer_parameters()
     if kind is torch.optim.Muon:  # wants matrices: it is given rows later, behind its back
         optimizer = kind([nn.Parameter(torch.zeros(2, 2))])
@@ -212,7 +211,6 @@ def test_optimizers_that_look_at_whole_parameters_are_refused(kind: Any) -> None
     job.compute()
     closure: Any = (lambda: 0.0,) if kind is torch.optim.LBFGS else ()
     refused = outcome(lambda: optimizer.step(*closure))
-    assert refused == checked
     assert refused.startswith(f"PlanError: {kind.__name__} cannot step sharded parameters")
     assert "AdamW" in refused
     assert "'elementwise = True'" in refused
@@ -226,7 +224,6 @@ def test_rows_added_to_an_optimizer_later_are_refused() -> None:
     # By elements, or of whole parameters, it is taken.
     for placed, kind in (SHARD, Elementwise), (OWNER, Foreign):
         job = Job(placed)
-        job.sync.check_optimizer(kind)
         job.optimizer = kind(job.sync.optimizer_parameters())
         job.step()
         assert job.arrived == [-2.0]
