@@ -94,7 +94,14 @@ class GradientBucket:
         self._absent: list[int] = []
         self._cleared: set[int] = set()  # results that were zeroed in place
         self._present: list[torch.Tensor | None] = []  # read last
-        self.follow()
+        self._live = [p.tensor for p in parameters]
+        self._has_dtensors = any(map(is_dtensor, self._live))
+        # What `.grad` is in a step: the slots. A DTensor holds its slot.
+        self._gradients = [
+            as_dtensor(slot, tensor) if is_dtensor(tensor) else slot
+            for slot, tensor in zip(memory.slots, self._live, strict=True)
+        ]
+        self.remove_hooks()
 
     def connect(self, ready: dict[GradientBucket, None], leave: Callable[[], None]) -> None:
         """Sets what hooks use, perhaps in a thread of autograd. It does not keep an object alive.
@@ -125,18 +132,7 @@ class GradientBucket:
 
         self._calls = list(map(counting, range(len(counts))))
 
-    def follow(self) -> None:
-        """Takes the present tensors of the parameters. Hooks of the tensors before are removed."""
-        self._live = [p.tensor for p in self.parameters]
-        self._has_dtensors = any(map(is_dtensor, self._live))
-        # What `.grad` is in a step: the slots. A DTensor holds its slot.
-        self._gradients = [
-            as_dtensor(slot, tensor) if is_dtensor(tensor) else slot
-            for slot, tensor in zip(self.memory.slots, self._live, strict=True)
-        ]
-        self.unfollow()
-
-    def unfollow(self) -> None:
+    def remove_hooks(self) -> None:
         """Removes all hooks."""
         # They are made when they first run: from then on autograd looks for hooks of the parameter
         # in each backward.

@@ -125,27 +125,22 @@ class Param:
             StepError: If its memory was replaced, or if it was changed and its master copy was not.
         """
         if self._address is not None and self._address != self.tensor.data_ptr():
-            raise self.replaced()
+            raise StepError(
+                f"the memory of {self.record.key!r} was replaced, so updates would not reach it: "
+                f"call sync.synchronize_parameters() on all ranks. If another Scheduler of the "
+                f"same model replaced it, make one Scheduler with both losses"
+            )
         if self._version is not None and self._version != self.tensor._version:
             raise StepError(
                 f"{self.record.key!r} was changed, and its stored copy, which is what is stepped, "
                 f"was not: call sync.synchronize_parameters() on all ranks, outside of a step"
             )
 
-    def replaced(self) -> StepError:
-        """Returns the error for a parameter that is another tensor, or has other memory, now."""
-        return StepError(
-            f"the memory of {self.record.key!r} was replaced, so updates would not reach it: call "
-            f"sync.synchronize_parameters() on all ranks. If it is another parameter now, as after "
-            f"load_state_dict(assign=True), also make the optimizer again, by sync.optimizer(). If "
-            f"another Scheduler of the same model replaced it, make one Scheduler with both losses"
-        )
-
-    def look_up(self) -> nn.Parameter:
-        """Returns the tensor that the modules hold now, which may be another one.
+    def check_held(self) -> None:
+        """Refuses a parameter if modules hold another one now.
 
         Raises:
-            StepError: If it is gone, or is no longer what the ranks agreed on.
+            StepError: If it is gone, is no longer what the ranks agreed on, or was replaced.
         """
         key = self.record.key
         try:
@@ -171,7 +166,13 @@ class Param:
                 f"{key!r} was one parameter on stages {sorted(self.homes)}, and is several now: "
                 f"make them one again"
             )
-        return tensor
+        if tensor is not self.tensor:
+            raise StepError(
+                f"{key!r} is another parameter now, as after load_state_dict(assign=True), so its "
+                f"gradient would reach neither other ranks nor the optimizer: load without assign, "
+                f"which copies into the one before; or make a new Scheduler or GradientSync on all "
+                f"ranks, and its optimizer"
+            )
 
 
 def _in_words(
@@ -193,12 +194,10 @@ class Parameters:
 
     Attributes:
         by_key: The parameters.
-        is_stale: Whether an optimizer has main parameters that were replaced since.
     """
 
     def __init__(self, by_key: Mapping[str, Param]) -> None:
         self.by_key = by_key
-        self.is_stale = False
         self._written = [p for p in by_key.values() if p.is_written_by_sync]
         self._remember()
 
@@ -210,54 +209,24 @@ class Parameters:
         self._tensors = [p.tensor for p in parameters]
         self._agreed = [p.agreed for p in parameters]
 
-    def check(self) -> None:
+    def check_memory(self) -> None:
+        """Refuses a step if updated values would not reach a parameter.
+
+        Raises:
+            StepError: As `Param.check_memory`.
+        """
+        for parameter in self._written:
+            parameter.check_memory()
+
+    def check_held(self) -> None:
         """Refuses a step that would use another tensor than the ranks and optimizers.
 
         Raises:
-            StepError: If a parameter is gone, is no longer what the ranks agreed on, or was
-                replaced, or if updated values would not reach it.
+            StepError: As `Param.check_held`.
         """
         # This is done for each parameter in each step, so it walks down no modules.
         others = [name for table, name, value in self._entries if table.get(name) is not value]
         if others or [*map(_TRAITS, self._tensors)] != self._agreed:
             for parameter in self.by_key.values():
-                if parameter.look_up() is not parameter.tensor:
-                    raise parameter.replaced()
+                parameter.check_held()
             self._remember()  # another module holds them now
-        if self.is_stale:
-            raise StepError(
-                "parameters were replaced, as load_state_dict(assign=True) does, since the "
-                "optimizer was made, so it would step the old ones: make it again, by "
-                "sync.optimizer() or of sync.optimizer_parameters()"
-            )
-        for parameter in self._written:
-            parameter.check_memory()
-
-    def look_up(self) -> list[nn.Parameter]:
-        """Returns the tensors that the modules hold now.
-
-        Raises:
-            StepError: As `Param.look_up`.
-        """
-        return [parameter.look_up() for parameter in self.by_key.values()]
-
-    def take_present(self, *, are_stepped: bool) -> bool:
-        """Uses the tensors that the modules hold now; returns whether any is another one.
-
-        Args:
-            are_stepped: Whether main parameters were given to an optimizer.
-
-        Raises:
-            StepError: As `Param.look_up`; then nothing has changed.
-        """
-        replaced = [
-            (parameter, tensor)
-            for parameter, tensor in zip(self.by_key.values(), self.look_up(), strict=True)
-            if tensor is not parameter.tensor
-        ]
-        for parameter, tensor in replaced:
-            if parameter.main is not None and parameter.apart is None:
-                parameter.main.tensor, self.is_stale = tensor, are_stepped
-            parameter.tensor = tensor
-        self._remember()
-        return bool(replaced)

@@ -169,7 +169,13 @@ class Step(Parts):
             on_refusal=self._refused,
             refuse_reduced=self._refuse_reduced,
         )
-        self._follow()
+        # (parameter, what has its gradient, its number there)
+        self._by_id: dict[int, tuple[Param, GradientBucket | None, int]] = {
+            id(p.tensor): (p, None, 0) for p in self._parameters.values()
+        }
+        for bucket in self._buckets.values():
+            of_bucket = enumerate(bucket.parameters)
+            self._by_id |= {id(p.tensor): (p, bucket, i) for i, p in of_bucket}
 
     # The verbs of a step, in order.
 
@@ -228,7 +234,8 @@ class Step(Parts):
         if not continues and self._wrapped:
             # An accumulated step may use the parameters again that FSDP2 has gathered.
             reshard(self._wrapped)
-        self._tensors.check()
+        self._tensors.check_held()
+        self._tensors.check_memory()
         # All checks come before the first `begin`. A step that is refused has changed nothing: the
         # user may call zero_grad() and then this verb once more. Reversed, the error names the
         # first parameter of the model.
@@ -591,17 +598,6 @@ class Step(Parts):
             f"every rank between optimizer.step() and the next step, or compute with a changed "
             f"copy of it"
         )
-
-    def _follow(self) -> None:
-        """Uses the present tensors of the parameters from now on."""
-        # (parameter, what has its gradient, its number there)
-        by_id: dict[int, tuple[Param, GradientBucket | None, int]] = {
-            id(p.tensor): (p, None, 0) for p in self._parameters.values()
-        }
-        for bucket in self._buckets.values():
-            bucket.follow()
-            by_id |= {id(p.tensor): (p, bucket, i) for i, p in enumerate(bucket.parameters)}
-        self._by_id = by_id
 
     def _leave_ready(self) -> None:
         """Sends the buckets that hooks have found complete. Autograd's threads may call it."""

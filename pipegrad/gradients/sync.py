@@ -325,7 +325,6 @@ class GradientSync(Step):
         )
         same("the optimizer", dict(zip(self._ranks, replies, strict=True)))
         self._parameter_sync.is_taken = True
-        self._tensors.is_stale = False
         self._watch.add(optimizer)
         return optimizer
 
@@ -346,7 +345,6 @@ class GradientSync(Step):
                 in the same group. By default there is one group.
         """
         self._parameter_sync.is_taken = True
-        self._tensors.is_stale = False
         trained = [r for r in self.manifest.parameters if r.requires_grad]
         return grouped(group_keys(trained, group_of), self.main_parameters())
 
@@ -521,9 +519,7 @@ class GradientSync(Step):
     def synchronize_parameters(self) -> None:
         """Copies parameters from their lowest rank to all replicas, for example after a checkpoint.
 
-        Main parameters take the values, too. If you replaced parameters, as
-        ``load_state_dict(assign=True)`` does, the new ones are used from now on: make the optimizer
-        after it.
+        Main parameters take the values, too.
 
         Sync: on the current stream; every rank must call it, outside of a step.
 
@@ -534,7 +530,7 @@ class GradientSync(Step):
 
         def is_moving() -> bool:
             self._check("synchronize_parameters")
-            self._tensors.look_up()
+            self._tensors.check_held()
             return self._parameter_sync.is_due or bool(self._parameter_sync.coming)
 
         with self.bounded("synchronize_parameters()"):
@@ -547,8 +543,6 @@ class GradientSync(Step):
                     "loading"
                 )
             self._parameter_sync.wait()  # for what this rank has sent
-            if self._tensors.take_present(are_stepped=self._parameter_sync.is_taken):
-                self._follow()
             self._synchronize()
 
     def _synchronize(self) -> None:
@@ -644,7 +638,7 @@ class GradientSync(Step):
             self._state = State.CLOSED
             self._watch.remove()
             for bucket in self._buckets.values():
-                bucket.unfollow()
+                bucket.remove_hooks()
             for comm_stream in self._reducer.comm_streams:
                 comm_stream.close()
             self._ending.end()

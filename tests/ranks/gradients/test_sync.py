@@ -362,15 +362,15 @@ def test_steady_state_allocates_and_copies_nothing() -> None:
         pointers.add(tuple(held[n].data_ptr() for n in ("a", "image", "t", "s")))
         nbytes.append(counter.nbytes)
         # "own" is on one rank alone, so nobody reduces it.
-        assert (sync.statistics().copies, sync.statistics().early) == (0, 5 if number else 0)
+        assert sync.statistics().early == (5 if number else 0)
         strides = [held[name].stride() for name in ("image", "t", "s")]
         assert strides == [(48, 1, 12, 3), (1, 5), ()]
         module.zero_grad(set_to_none=number % 2 == 0)
     assert len(pointers) == 1
-    # After zeroing in place one read of the bucket: a norm of each gradient, and all side by side.
+    # After zeroing in place one read of each bucket: a norm of each gradient, all side by side.
     # The second step and the fourth compare copies.
-    assert nbytes[2] == 20
-    assert nbytes[4:] == [20, 0, 20]
+    assert nbytes[2] == 24
+    assert nbytes[4:] == [24, 0, 24]
 
 
 @pytest.mark.ranks(2)
@@ -409,8 +409,8 @@ def test_gradients_of_every_shape_and_layout(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_parameters_may_be_replaced_but_not_by_something_else() -> None:
-    """They are refused until all ranks take them: what nobody steps would train nothing."""
+def test_a_parameter_may_not_be_replaced() -> None:
+    """What nobody steps would train nothing, without a word."""
 
     def low(numel: int, *, is_high: bool = True) -> nn.Parameter:
         parameter = nn.Parameter(torch.ones(numel, dtype=BF16))
@@ -418,44 +418,30 @@ def test_parameters_may_be_replaced_but_not_by_something_else() -> None:
             parameter.grad_dtype = FP32
         return parameter
 
-    module = stage(a=torch.zeros(2, dtype=BF16), b=(1,))
+    module = in_float32(stage(a=torch.zeros(2, dtype=BF16), b=(1,)))
     sync = tied(module, "a", "b")
-    for is_high in (False, True):
-        sync = tied(in_float32(module) if is_high else module, "a", "b")
-        step(sync, module, a=1.0, b=1.0)
-        module.a = low(2, is_high=is_high)
-        module.zero_grad()
-        for _ in range(2):
-            assert "the memory of '0.a' was replaced" in outcome(sync.prepare)
-        sync.synchronize_parameters()
-        assert step(sync, module, a=2.0, b=2.0) == {"a": [4.0, 4.0], "b": [4.0]}
-        assert sync.parameter(sync.records()[0]) is module.a
-        module.zero_grad()
-    for wrong, found in ((low(3), "(3,)"), (nn.Parameter(torch.ones(2)), "torch.float32")):
+    kept = module.a
+    for wrong, found in (
+        (low(2), "'0.a' is another parameter now, as after load_state_dict(assign=True)"),
+        (low(2, is_high=False), "gradient torch.bfloat16"),
+        (low(3), "(3,)"),
+        (nn.Parameter(torch.ones(2)), "torch.float32"),
+    ):
         module.a = wrong
-        refused = outcome(sync.prepare)
-        assert refused.startswith("StepError: '0.a' was (2,)")
-        assert found in refused
-        assert "StepError: '0.a' was (2,)" in outcome(sync.synchronize_parameters)
-    module.a = low(2)
-    sync.synchronize_parameters()
+        for verb in (sync.prepare, sync.synchronize_parameters):
+            refused = outcome(verb)
+            assert "StepError: '0.a' " in refused
+            assert found in refused
+    module.a = kept
     module.get_parameter("b").requires_grad = False
     refused = outcome(sync.prepare)
     assert refused.startswith("StepError: '0.b' was (1,)")
     assert "requires_grad=False" in refused
     module.get_parameter("b").requires_grad = True
     assert step(sync, module, a=1.0, b=1.0) == {"a": [2.0, 2.0], "b": [2.0]}
-    # Then nothing was trained, without a word.
-    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
     module.zero_grad()
-    module.b = nn.Parameter(torch.ones(1))  # as load_state_dict(assign=True) does
-    assert "also make the optimizer again, by sync.optimizer()" in outcome(sync.prepare)
-    sync.synchronize_parameters()
-    assert "so it would step the old ones: make it again" in outcome(sync.prepare)
-    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
-    step(sync, module, a=1.0, b=1.0)
-    optimizer.step()
-    assert module.get_parameter("b").item() == -1.0
+    module.load_state_dict({name: p + 1.0 for name, p in module.named_parameters()})
+    assert step(sync, module, a=2.0, b=2.0) == {"a": [4.0, 4.0], "b": [4.0]}
 
 
 @pytest.mark.ranks(4)
