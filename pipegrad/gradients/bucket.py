@@ -180,8 +180,8 @@ class GradientBucket:
             if self._main_shards[number] is not None or result is self._gradients[number]
         }
         # To read values blocks the host on a device, once for all.
-        norms = torch._foreach_norm([*map(local, left.values())], 1) if left else []
-        sizes = torch.stack(norms).tolist() if left else []
+        norms = torch._foreach_norm([*map(local, left.values())], 1) if left else ()
+        sizes = torch.stack([*norms]).tolist() if left else []
         # Reversed: the order of the model.
         for number, size in reversed([*zip(left, sizes, strict=True)]):
             if size != 0:

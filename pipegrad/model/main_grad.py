@@ -69,9 +69,10 @@ def take_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         False,
     )
     main = getattr(named, "main_grad", None)
-    if was_added and main is not None:
+    if main is None:
+        if gradient is not None and not was_added:  # a copy: autograd may share it with others
+            named.main_grad = gradient.detach().to(dtype, copy=True)
+    elif was_added:
         increment_version(main)  # a kernel writes to an address, which no counter shows
-    elif gradient is not None and main is None:  # a copy: autograd may share it with others
-        named.main_grad = gradient.detach().to(dtype, copy=True)
     elif gradient is not None:
         main.add_(gradient.detach())

@@ -19,7 +19,6 @@ from pipegrad.comm.comm_stream import CommStream
 from pipegrad.gradients.bucket_memory import WRITTEN, BucketMemory, FlatBuffer
 from pipegrad.gradients.param_sync import UPDATED
 from pipegrad.plan.buckets import Bucket, Slot
-from pipegrad.plugins.handler import Placement, ReductionStep
 from pipegrad.testing import OrderChecker
 
 NUMEL = 4096
@@ -37,13 +36,7 @@ BUCKET = Bucket(
     slots=tuple(Slot(key, at * NUMEL, (NUMEL,), (1,)) for at, key in enumerate("abc")),
     payload_numel=3 * NUMEL,
 )
-SHARDED = replace(
-    BUCKET,
-    route=(ReductionStep("dp", (0, 1), "sum", Placement.SHARD, "sharded"),),
-    slots=(Slot("a", 0, (LARGE,), (1,)),),
-    payload_numel=LARGE,
-)
-UNREDUCED = replace(SHARDED, route=())
+UNREDUCED = replace(BUCKET, slots=(Slot("a", 0, (LARGE,), (1,)),), payload_numel=LARGE)
 
 
 class Where(Protocol):
