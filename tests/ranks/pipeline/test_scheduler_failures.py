@@ -133,7 +133,7 @@ def test_a_loss_and_a_divisor_that_are_none_are_refused() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_a_parameter_that_changed_is_refused_by_name_one_alike_is_taken() -> None:
+def test_a_parameter_that_changed_is_refused_by_name() -> None:
     training = warm(chain())
     weight = training.module.weight
 
@@ -149,8 +149,7 @@ def test_a_parameter_that_changed_is_refused_by_name_one_alike_is_taken() -> Non
     if rank() == 2:
         training.module.weight = nn.Parameter(torch.full((1,), 3.0))
     assert_refused("now it is (1,)")
-    training.module.weight = nn.Parameter(weight.detach().clone())  # as good as the one before
-    training.scheduler.sync.synchronize_parameters()
+    training.module.weight = weight
     assert training.is_right()
     # A step that all ranks refuse breaks nothing. Nothing is launched, so nothing is out of step.
     training = warm(Training(Topology.create(pipeline=2), handlers=[DATA]))
