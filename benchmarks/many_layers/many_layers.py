@@ -114,10 +114,11 @@ def seconds_in_turns(case: Case, rounds: int) -> dict[str, list[float]]:
             taken = time.perf_counter() - begin
             if number == 0:
                 check(modules[name], modules["plain"])
-            else:
-                modules[name].zero_grad()
             if number >= WARM_UP:
                 times[name].append(taken)
+            if number or name == [*steps][-1]:
+                for module in modules.values():
+                    module.zero_grad()
     return times
 
 

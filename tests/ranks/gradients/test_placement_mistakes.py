@@ -105,8 +105,8 @@ def test_parameters_that_are_misused_are_refused(moved: dict[str, Any]) -> None:
     # Parameters whose memory is replaced are refused. A copy in another dtype went on from its own
     # values, into memory that nobody used.
     job = Job(**moved)
-    module: Any = job.module
-    module.w.data = torch.full((40,), 5.0)
+    held: Any = job.module
+    held.w.data = torch.full((40,), 5.0)
     refused = outcome(job.sync.prepare)
     assert refused.startswith("StepError: the memory of '0.w' was replaced")
     assert "call sync.synchronize_parameters() on all ranks" in refused
