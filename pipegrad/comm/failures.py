@@ -15,8 +15,8 @@
 New communicators instead of the zeros would lose steps: a rank that has ended the step before
 another one fails in it is in its next step already, and sends on the old ones.
 
-A GradientSync, a Scheduler and an attached schedule each have a board, since each counts its own
-steps: an evaluation is a step of a Scheduler, but not of its GradientSync.
+A GradientSync and a Scheduler each have a board, since each counts its own steps: an evaluation is
+a step of a Scheduler, but not of its GradientSync.
 
 [Note: the cause of a failure] Most ranks of a failed job only wait. The cause is, in this order:
 

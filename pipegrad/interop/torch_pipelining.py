@@ -8,7 +8,7 @@
 - ``stage.perform_reduce_grad``, ``stage.scale_grads`` and, of FSDP2 since torch 2.15,
   ``stage.wait_for_gradient_reduction``: gradients are final.
 
-If a step raises on a rank, see [Note: failed torch step] in `torch_failure`.
+If a step raises on a rank, the job ends on all ranks, because they wait in torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipegrad.comm.agreement import AGREE_SECONDS, agree
-from pipegrad.errors import PlanError, StepError
+from pipegrad.comm.watch import watch
+from pipegrad.errors import PlanError, StepError, root_of
 from pipegrad.gradients.loose import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.interop.private import tree_map
-from pipegrad.interop.torch_failure import TorchFailure
+from pipegrad.interop.private import forget_backwards, tree_map
 from pipegrad.interop.torch_schedule import (
     TorchSchedule,
     check_sharded,
@@ -44,7 +44,7 @@ from pipegrad.interop.torch_schedule import (
     with_stages_of,
 )
 from pipegrad.model.ties import Tied
-from pipegrad.model.wrappers import is_fsdp2
+from pipegrad.model.wrappers import fsdp_modules, is_fsdp2
 from pipegrad.plan.check import refuse_loss_parameters
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
 from pipegrad.topology import Topology
@@ -70,15 +70,9 @@ def attach(
     ``schedule.eval`` and schedules without a loss reduce nothing. To accumulate over several steps,
     run all steps but the last under ``with sync.accumulate():``.
 
-    If a step raises on one rank, all ranks raise. They make all transfers of the step with zeros,
-    and raise at its end with the message of the first error. There are three exceptions. A rank
-    that has already ended the step, and that reduces no gradient with the failed rank, does not
-    raise. An interrupt inside a receive of torch cannot be passed on. An error among the
-    collectives of FSDP2 cannot be passed on either.
-
-    An error in the first step, or in the first one behind an evaluation, may be final: until
-    torch's stages have told each other the shapes of their values, no rank can go on without all
-    others. Then all ranks raise a StallError, in later steps too.
+    If a step raises on one rank, the job ends: all ranks raise a StallError that names the rank and
+    its error, in later steps too, because torch's stages wait for what that rank has not sent. Go
+    on from a checkpoint, or run the stages by a `Scheduler`, which goes on behind a failed step.
 
     FSDP2 reduces over the data ranks. For stages that FSDP2 shards, give ``["pipeline-shared"]`` as
     handlers. Ties are then summed after FSDP2's own reduction.
@@ -131,16 +125,16 @@ def attach(
         stage_ticks=stage_ticks(schedule, staged),
         **options,
     )
-    failure = TorchFailure(schedule, sync)
+    reduced = set[int]()  # stages for which torch has called the reduction in this step
     loose = LooseLeaves(sync, {stage.stage_index: stage.submod for stage in stages})
     for stage in stages:
-        _follow_stage(stage, sync, failure, loose)
-    _follow_step(schedule, sync, failure, loose)
+        _follow_stage(stage, sync, reduced, loose)
+    _follow_step(schedule, sync, reduced, loose)
     return sync
 
 
 def _follow_step(
-    schedule: TorchSchedule, sync: GradientSync, failure: TorchFailure, loose: LooseLeaves
+    schedule: TorchSchedule, sync: GradientSync, reduced: set[int], loose: LooseLeaves
 ) -> None:
     step = schedule.step
 
@@ -148,30 +142,41 @@ def _follow_step(
     def synced_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
         if schedule._has_backward:
             sync.refuse_closed()
-        result = None
         with sync.bounded("schedule.step()"):
-            # Before anything can fail here: all ranks count the steps, and the number is in the
-            # keys of the board.
-            failure.begin()
+            is_begun = False
+            reduced.clear()
             try:
                 _begin_step(schedule, sync)
-                if schedule._has_backward:
+                if is_begun := schedule._has_backward:
                     loose.begin()
                     given = args, {k: x for k, x in kwargs.items() if k != "losses"}  # a result
                     args, copied = tree_map(partial(_divided, by=divisor(schedule)), given)
                     kwargs |= copied
                     kwargs |= _finalizing(schedule, sync, **kwargs)
-                failure.is_begun = schedule._has_backward
                 result = step(*args, **kwargs)
-                if failure.error is None:
-                    _end_step(schedule, sync, failure, loose)
-            except BaseException as error:  # noqa: BLE001 - `raise_first` raises this or an earlier
-                failure.fail(error)
-                failure.finish_transfers()
-            failure.raise_first()
+                if schedule._has_backward:
+                    _complete(schedule, reduced)
+                    loose.refuse(num_microbatches(schedule))
+            except BaseException as error:
+                _fail(schedule, sync, error, is_begun=is_begun)
+                raise
+            if schedule._has_backward:
+                sync.finish()  # raises on all ranks alike, and has ended the step then
         return result
 
     replace(schedule, {"step": synced_step})
+
+
+def _fail(
+    schedule: TorchSchedule, sync: GradientSync, error: BaseException, *, is_begun: bool
+) -> None:
+    """Ends the job: other ranks wait in torch for what this one will not send."""
+    if (watched := watch()) is not None:
+        watched.fail(root_of(error))  # torch wraps it
+    elif schedule._has_backward:  # one rank alone may go on
+        sync.abort(error, begun=is_begun)
+        for stage in stages_of(schedule):
+            forget_backwards(fsdp_modules({0: stage.submod})[0])
 
 
 def _divided(value: object, *, by: float) -> object:
@@ -208,25 +213,15 @@ def _begin_step(schedule: TorchSchedule, sync: GradientSync) -> None:
         sync.reshard()
 
 
-def _end_step(
-    schedule: TorchSchedule, sync: GradientSync, failure: TorchFailure, loose: LooseLeaves
-) -> None:
-    if schedule._has_backward:
-        # A hand-written order may have no REDUCE_GRAD. Then gradients become final here.
-        for stage in stages_of(schedule):
-            if stage.stage_index not in failure.reduced:
-                stage.scale_grads(1)
-        if failure.error is not None:
-            return
-        loose.refuse(num_microbatches(schedule))
-        sync.finish()
-    # `finish` checks for failed ranks itself. A step without it checks here.
-    if not schedule._has_backward or sync.is_accumulating:
-        failure.notice.refuse_failed()
+def _complete(schedule: TorchSchedule, reduced: set[int]) -> None:
+    # A hand-written order may have no REDUCE_GRAD. Then gradients become final here.
+    for stage in stages_of(schedule):
+        if stage.stage_index not in reduced:
+            stage.scale_grads(1)
 
 
 def _follow_stage(
-    stage: PipelineStageBase, sync: GradientSync, failure: TorchFailure, loose: LooseLeaves
+    stage: PipelineStageBase, sync: GradientSync, reduced: set[int], loose: LooseLeaves
 ) -> None:
     backward = stage.backward_one_chunk
     index = stage.stage_index
@@ -262,21 +257,20 @@ def _follow_stage(
         "forward_one_chunk": awaited_forward,
         "backward_one_chunk": watched_backward,
     }
-    replace(stage, methods | _reductions(stage, sync, failure))
-    failure.follow(stage)
+    replace(stage, methods | _reductions(stage, sync, reduced))
     stage._pipegrad = sync  # type: ignore[attr-defined]
 
 
 def _reductions(
-    stage: PipelineStageBase, sync: GradientSync, failure: TorchFailure
+    stage: PipelineStageBase, sync: GradientSync, reduced: set[int]
 ) -> dict[str, Callable[..., object]]:
     """Returns the methods behind which gradients are final. They do not scale: `prepare` does."""
     index, reduce = stage.stage_index, stage.perform_reduce_grad
     wait = getattr(stage, "wait_for_gradient_reduction", None)
 
     def end() -> None:
-        if index not in failure.reduced:
-            failure.reduced.add(index)
+        if index not in reduced:
+            reduced.add(index)
             sync.stage_final(index)
 
     def final(grad_scale_factor: float) -> None:  # noqa: ARG001

@@ -137,20 +137,6 @@ def forward_of(stage: PipelineStageBase, microbatch: int) -> tuple[Sequence[Any]
     return roots, inputs
 
 
-def set_forward(stage: Any, microbatch: int, outputs: tuple[torch.Tensor, ...]) -> None:  # noqa: ANN401
-    """Gives a stage outputs without a graph, for a forward that has not run or has failed."""
-    drop_received(stage.args_recv_info[microbatch])
-    make = getattr(stage, "_make_forward_chunk_state", lambda *kept: kept)
-    forwards_of(stage)[microbatch] = make(outputs, [])
-
-
-def drop_received(infos: Iterable[Any]) -> None:
-    """Drops what was received and not read: torch 2.15 receives nothing else before."""
-    for info in infos:
-        if hasattr(info, "take_buffer"):  # older ones receive into the same memory in each step
-            info.buffer = None
-
-
 def renew_inputs(stage: PipelineStageBase, microbatch: int) -> None:
     """Makes the received inputs of a microbatch new leaves of autograd, in the same memory."""
     # torch hands out one tensor in every step, and hooks on it would pile up.

@@ -1,12 +1,14 @@
-"""Under `attach` too, what fails on one rank is every rank's error, soon; then steps are right."""
+"""Under `attach`, what fails on one rank ends the job on all ranks, soon, and is named."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +23,12 @@ from torch.distributed.pipelining.schedules import (
 import pipegrad
 from pipegrad import GradientSync, Scheduler, Stage, Topology
 from pipegrad.errors import PipegradError, PlanError, root_of
+from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import rank
 from tests.support.pipeline.pipelines import CPU
 from tests.support.pipeline.scales import fails_in_backward, fails_in_forward
-from tests.support.versions import SPLIT_BY_TORCH, needs_2_13
+from tests.support.versions import needs_2_13
 
-pytestmark = pytest.mark.ranks(2)
 MICROBATCHES, WIDTH = 4, 3
 PLACES = {
     "GPipe": (0, 1),
@@ -35,7 +37,6 @@ PLACES = {
     "InterleavedZeroBubble": (0, 1, 0, 1),
     "ZBVZeroBubble": (0, 1, 1, 0),
 }
-ELSEWHERE = "ReduceError: a step failed on another rank: "
 
 
 class Piece(nn.Module):
@@ -93,29 +94,6 @@ class Attached:
         return found
 
 
-FAILURES = {
-    "forward": fails_in_forward,
-    "backward": fails_in_backward,
-    "loss": fails_in_forward,
-    "interrupt": mock.Mock(side_effect=KeyboardInterrupt),
-    "exit": mock.Mock(side_effect=SystemExit(0)),
-}
-
-
-def fail(run: Attached, kind: str, stage: int, left: int) -> str:
-    """Has one stage fail after some microbatches; returns what the step says."""
-    trick: Any = FAILURES[kind]
-    if kind == "loss":
-        run.loss_trick = trick if run.is_last else None
-    elif stage in run.modules:
-        run.modules[stage].trick, run.modules[stage].left = trick, left
-    said = raised(run.run)
-    run.loss_trick = None
-    for module in run.modules.values():
-        module.trick = None
-    return said
-
-
 def raised(function: Callable[[], object]) -> str:
     """Returns what a step says: of what torch wraps, what was wrapped."""
     try:
@@ -129,73 +107,84 @@ def same(found: list[Tensor], right: list[Tensor]) -> bool:
     return len(found) == len(right) and all(map(torch.equal, found, right))
 
 
+@dataclass(frozen=True)
+class Failure:
+    """What one rank of an attached schedule does wrong, and what all ranks say then."""
+
+    name: str = "1F1B"
+    stage: int | None = None  # that raises; without one it is the loss
+    left: int = 0  # microbatches before that
+    trick: Callable[[Tensor], Tensor] | None = None
+    rows: int | None = None  # of a batch, if others
+    columns: int | None = None
+    classes: int = 1  # of the targets, if other ones
+    place: int = 0
+    words: str = "no space left"
+    evaluates: bool = False
+    accumulates: bool = False
+    is_first: bool = False  # in the first step, before stages know each other's shapes
+
+
+def interrupts(_: Tensor) -> Tensor:
+    raise KeyboardInterrupt
+
+
+def exits(_: Tensor) -> Tensor:
+    raise SystemExit(0)
+
+
+def two_steps(case: Failure) -> tuple[list[str], float]:
+    """Returns what a step says that fails on one rank, and the next one; and the seconds."""
+    run = Attached(case.name)
+    if not case.is_first:
+        run.gradients()
+    if run.is_first and case.place == 0:
+        run.x = run.x[: case.rows, : case.columns]
+    if run.is_last and case.classes > 1:
+        run.y = run.y[:, :1].expand(-1, case.classes)
+    if case.stage is None:
+        run.loss_trick = case.trick
+    elif case.stage in run.modules:
+        run.modules[case.stage].trick, run.modules[case.stage].left = case.trick, case.left
+    began, said = time.monotonic(), list[str]()
+    with run.sync.accumulate() if case.accumulates else nullcontext():
+        said.append(raised(partial(run.run, evaluate=case.evaluates)))
+    said.append(raised(run.run))
+    return said, time.monotonic() - began
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=(needs_2_13,) if n in SPLIT_BY_TORCH else ()) for n in PLACES],
-)
-def test_what_a_stage_raises_all_ranks_raise_and_go_on(name: str) -> None:
-    """Issue 16, point 3: the others waited in torch's receive until their time-out.
-
-    They raise what the first rank says, and the next step has the bits of one that never failed,
-    also without zero_grad.
-    """
-    run, last = Attached(name), len(PLACES[name]) - 1
-    gradients = run.gradients()
-    for kind, stage, left, words in (
-        ("forward", 0, 2, "no space left"),
-        ("forward", last, 0, "no space left"),
-        ("backward", 1, 1, "no space left"),
-        ("loss", last, 0, "no space left"),
-        ("interrupt", 1, 0, "KeyboardInterrupt"),
-        ("exit", 0, 1, "SystemExit: 0"),
-    ):
-        said = fail(run, kind, stage, left)
-        assert words in said, (kind, stage)
-        place = PLACES[name][stage]
-        if rank() != place:
-            assert said.startswith(f"{ELSEWHERE}rank {place}: "), (kind, stage)
-        else:
-            assert ELSEWHERE not in said, (kind, stage)
-        assert same(run.gradients(), gradients), (kind, stage)
-    run.sync.close()
-
-
-def test_what_fails_elsewhere_in_a_step_is_told_too() -> None:
-    """Issue 16, point 3: another batch, a loss that does not fit, an evaluation."""
-    run = Attached("1F1B")
-    gradients = run.gradients()
-
-    def fails(place: int, words: str, **options: Any) -> None:
-        said = raised(lambda: run.run(**options))
-        assert said.startswith(ELSEWHERE) == (rank() != place), said
-        assert f"rank {place}: " in said or rank() == place
-        assert not said.startswith("fine")
-        assert re.search(words, said), said
-
-    for x, words in (
-        (run.x[:, :2], "must be multiplied|cannot be multiplied|shape"),
-        (run.x[:3], "Expecting 4 arg_mbs but got 3"),
+    "case",
+    [
+        Failure("GPipe", 0, 2, fails_in_forward),
+        Failure("1F1B", 1, 0, fails_in_forward, place=1),
+        Failure("Interleaved1F1B", 1, 1, fails_in_backward, place=1),
+        pytest.param(
+            Failure("InterleavedZeroBubble", trick=fails_in_forward, place=1), marks=needs_2_13
+        ),
+        pytest.param(Failure("ZBVZeroBubble", 3, 1, fails_in_backward), marks=needs_2_13),
+        Failure("1F1B", 1, 0, interrupts, place=1, words="KeyboardInterrupt"),
+        Failure("GPipe", 0, 1, exits, words=r"SystemExit(: 0|\(0\))"),
+        Failure(columns=2, words="must be multiplied|cannot be multiplied|shape"),
         # torch 2.11 looks itself.
-        (run.x[:4], r"an output is torch.float32 \[1, 3\], and was .* \[2, 3\] |shape mismatch"),
-    ):
-        fails(0, words, x=x)
-        assert same(run.gradients(), gradients), words
-    run.y, y = run.y[:, :1].expand(-1, 7), run.y
-    fails(1, "size")
-    run.y = y
-    assert same(run.gradients(), gradients)
-    here = run.modules[rank()]
-    here.trick, here.left = (fails_in_forward, 2) if rank() == 0 else (None, 0)
-    fails(0, "no space left", evaluate=True)
-    here.trick = None
-    run.run(evaluate=True)
-    assert same(run.gradients(), gradients)
-    here.trick, here.left = (fails_in_forward, 3) if rank() == 1 else (None, 0)
-    with run.sync.accumulate():
-        fails(1, "no space left")
-    here.trick = None
-    assert same(run.gradients(), gradients)
-    run.sync.close()
+        Failure(rows=4, words=r"an output is torch.float32 \[1, 3\], and was .* \[2, 3\] |mism"),
+        Failure(classes=7, place=1, words="size"),
+        Failure("1F1B", 0, 2, fails_in_forward, evaluates=True),
+        Failure("1F1B", 1, 3, fails_in_forward, place=1, accumulates=True),
+        Failure(rows=3, words="Expecting 4 arg_mbs but got 3", is_first=True),
+        Failure("Interleaved1F1B", 1, 0, fails_in_forward, place=1, is_first=True),
+    ],
+    ids=lambda case: f"{case.name} {case.words.partition('|')[0]}",
+)
+def test_what_fails_on_one_rank_ends_the_job_on_all(case: Failure) -> None:
+    """Issue 16, point 3: the others waited in torch's receive until their time-out."""
+    for at, (said, seconds) in enumerate(run_ranks(two_steps, 2, case)):
+        assert seconds < 60
+        is_interrupt = at == case.place and re.match("KeyboardInterrupt|SystemExit", said[0])
+        for words in said[bool(is_interrupt) :]:
+            assert words.startswith("StallError: "), said
+            assert f"rank {case.place}" in words
+            assert re.search(case.words, words), said
 
 
 class NoReduceGrad(ScheduleInterleaved1F1B):
@@ -210,6 +199,7 @@ class NoReduceGrad(ScheduleInterleaved1F1B):
         }
 
 
+@pytest.mark.ranks(2)
 def test_a_schedule_without_reduce_grad_ends_its_stages_with_the_step() -> None:
     """Issue 16, point 12: it ended after the whole step, in "finish() before stage_final()"."""
     right = Attached("Interleaved1F1B")
@@ -218,8 +208,6 @@ def test_a_schedule_without_reduce_grad_ends_its_stages_with_the_step() -> None:
     run = Attached("Interleaved1F1B", kind=NoReduceGrad)
     for expected in gradients:
         assert same(run.gradients(), expected)
-    assert "no space left" in fail(run, "backward", 2, 1)
-    assert same(run.gradients(), gradients[0])
     run.sync.close()
 
 
@@ -236,6 +224,7 @@ class Weighted(nn.Module):
         return loss
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", ["module", "method", "module of a Scheduler"])
 def test_a_loss_with_parameters_is_refused_over_replicas(who: str) -> None:
     """Issue 16, point 10 (1.17): its gradients differed between replicas, without a word."""
