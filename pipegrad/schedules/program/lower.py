@@ -9,12 +9,13 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import (
+    MICROBATCH_BITS,
+    OP_BITS,
     Channel,
     Link,
     Op,
@@ -28,7 +29,8 @@ from pipegrad.schedules.schedule import Action, Kind, Schedule
 # receive is posted, which takes a round trip. So receives must be posted early. Each of them holds
 # a buffer, and more than two gained nothing (benchmarks/network).
 DEPTH = 2
-Transfer = tuple[int, int]  # channel and microbatch
+Transfer = int  # as items encode it: a channel and a microbatch
+_Sent = tuple["array[int]", "array[int]"]  # transfers of an edge, and their positions
 
 
 def chain(num_stages: int) -> tuple[Link, ...]:
@@ -108,8 +110,8 @@ class _Lowering:
     def __init__(self, program: Program) -> None:
         self._program = program
         # rank -> for each position the transfers that the action needs, and those that it starts.
-        self._needs: list[list[list[Transfer]]] = []
-        self._starts: list[list[list[Transfer]]] = []
+        self._needs: list[list[tuple[Transfer, ...]]] = []
+        self._starts: list[list[tuple[Transfer, ...]]] = []
         for rank in range(program.schedule.num_ranks):
             transfers = list(self._transfers(rank))
             self._needs.append([needs for needs, _ in transfers])
@@ -118,23 +120,21 @@ class _Lowering:
     def items(self, depth: int) -> Iterator[array[int]]:
         """Yields the items of each rank."""
         sent = self._by_edge()
-        incoming = defaultdict[int, dict[int, list[Transfer]]](dict)
-        for (source, target), messages in sorted(sent.items()):
-            incoming[target][source] = [transfer for transfer, _ in messages]
         released = self._releases(sent)
         for rank, actions in enumerate(self._program.schedule.actions):
-            receives, links = _Receives(incoming[rank], depth), self._program.rank_links[rank]
+            edges = sorted(sent.items())
+            incoming = {source: own for (source, to), (own, _) in edges if to == rank}
+            receives, links = _Receives(incoming, depth), self._program.rank_links[rank]
             last = _last(actions, ("B", "W"))
             last_inputs = _last(actions, ("B", "I"))
             unused = set(self._program.synced)
             items = array("q", receives.first())
             for position, action in enumerate(actions):
                 stage, kind, microbatch = action
-                needs = self._needs[rank][position]
                 # Receives come first: other ranks may wait for them to be posted. Only after the
                 # waits is it proven that a tensor of this rank has arrived and can be released.
-                items.extend(receives.before(needs))
-                items.extend(encode(Op.RELEASE, *t) for t in released[rank, position])
+                items.extend(receives.before(self._needs[rank][position]))
+                items.extend(_items(Op.RELEASE, released[rank].pop(position, ())))
                 if kind == "F" and stage in unused:
                     unused.remove(stage)
                     items.append(encode(Op.FIRST_USE, stage))
@@ -146,7 +146,7 @@ class _Lowering:
                 if kind == "B" and last[stage] == position:
                     items.append(encode(Op.LAST_BACKWARD, stage))
                 items.append(encode(Op.COMPUTE, action_index(action), microbatch))
-                items.extend(encode(Op.SEND, *t) for t in self._starts[rank][position])
+                items.extend(_items(Op.SEND, self._starts[rank][position]))
                 # If W of the stage is still to come, only weight gradients are left. Those that
                 # other ranks wait for can then be computed before the others.
                 if last_inputs.get(stage) == position < last.get(stage, -1):
@@ -159,22 +159,20 @@ class _Lowering:
                     items.append(encode(Op.FINAL, stage))
             # No message proves that these sends have arrived. So they are released at the end of
             # the step, where the rank waits for them.
-            items.extend(encode(Op.RELEASE, *t) for t in released[rank, -1])
+            items.extend(_items(Op.RELEASE, released[rank][len(actions)]))
             yield items
 
-    def _transfers(self, rank: int) -> Iterator[tuple[list[Transfer], list[Transfer]]]:
+    def _transfers(self, rank: int) -> Iterator[tuple[tuple[Transfer, ...], tuple[Transfer, ...]]]:
         """Yields for each action of a rank the transfers that it needs, and those it starts."""
         links = self._program.rank_links[rank]
         # A value is received once, by the first stage of this rank that takes it. Later stages of
         # the rank read the same buffer.
         received = set[Transfer]()
-        num_backwards = Counter[Transfer]()  # of a link and microbatch
+        num_backwards = Counter[tuple[int, int]]()  # of a link and microbatch
         for stage, kind, microbatch in self._program.schedule.actions[rank]:
-            needs, starts = list[int](), list[int]()
+            needs, starts = list[int](), list[int]()  # channels
             if kind == "F":
-                arriving = (links.values[k] for k in links.taken[stage] if k in links.values)
-                needs = [c for c in arriving if (c, microbatch) not in received]
-                received.update((c, microbatch) for c in needs)
+                needs = [links.values[k] for k in links.taken[stage] if k in links.values]
                 starts = [c for k in links.made[stage] for c in links.sent[k]]
             elif kind in ("B", "I"):
                 needs = [c for k in links.made[stage] for c in links.gradients[k].values()]
@@ -185,77 +183,82 @@ class _Lowering:
                     is_last = num_backwards[link, microbatch] == len(links.consumers[link])
                     if is_last and link in links.returned:
                         starts.append(links.returned[link])
-            yield [(c, microbatch) for c in needs], [(c, microbatch) for c in starts]
+            needed = (channel << MICROBATCH_BITS | microbatch for channel in needs)
+            new = tuple(transfer for transfer in needed if transfer not in received)
+            received.update(new)
+            yield new, tuple(channel << MICROBATCH_BITS | microbatch for channel in starts)
 
     # When a sent tensor is released.
 
-    def _by_edge(self) -> dict[tuple[int, int], list[tuple[Transfer, int]]]:
+    def _by_edge(self) -> dict[tuple[int, int], _Sent]:
         """Returns for each edge its transfers in the order of sending, with their positions."""
-        edges = defaultdict[tuple[int, int], list[tuple[Transfer, int]]](list)
-        for positions in self._starts:
-            for position, transfers in enumerate(positions):
+        edges = defaultdict[tuple[int, int], _Sent](lambda: (array("q"), array("q")))
+        for of_rank in self._starts:
+            for position, transfers in enumerate(of_rank):
                 for transfer in transfers:
-                    channel = self._program.channels[transfer[0]]
-                    edges[channel.source, channel.target].append((transfer, position))
+                    channel = self._program.channels[transfer >> MICROBATCH_BITS]
+                    own, positions = edges[channel.source, channel.target]
+                    own.append(transfer)
+                    positions.append(position)
         return edges
 
     def _releases(
-        self, sent: dict[tuple[int, int], list[tuple[Transfer, int]]]
-    ) -> dict[tuple[int, int], list[Transfer]]:
-        """Returns by rank and position the sends that have arrived by then; -1 is the end.
+        self, sent: Mapping[tuple[int, int], _Sent]
+    ) -> list[defaultdict[int, list[Transfer]]]:
+        """Returns for each rank, by position, the sends that have arrived by then, or at the end.
 
         A peer waits for a transfer and then sends a message back. If this rank has received that
         message, the transfer has arrived. The first such message is used.
         """
         waited = {
-            (rank, transfer): position
-            for rank, needs in enumerate(self._needs)
-            for position, transfers in enumerate(needs)
+            transfer: position
+            for of_rank in self._needs
+            for position, transfers in enumerate(of_rank)
             for transfer in transfers
         }
-        releases = defaultdict[tuple[int, int], list[Transfer]](list)
-        for (rank, peer), messages in sorted(sent.items()):
-            back = sent.get((peer, rank), [])
-            for transfer, _ in messages:
-                arrived = waited.get((peer, transfer), len(self._needs[peer]))
-                answer = bisect_left(back, arrived, key=itemgetter(1))
-                proven = waited.get((rank, back[answer][0])) if answer < len(back) else None
-                releases[rank, -1 if proven is None else proven].append(transfer)
+        releases = [defaultdict[int, list[Transfer]](list) for _ in self._needs]
+        for (rank, peer), (transfers, _) in sorted(sent.items()):
+            back, positions = sent.get((peer, rank), (array("q"), array("q")))
+            for transfer in transfers:
+                answer = bisect_left(positions, waited.get(transfer, len(self._needs[peer])))
+                end = len(self._needs[rank])
+                proven = waited.get(back[answer], end) if answer < len(back) else end
+                releases[rank][proven].append(transfer)
         return releases
 
 
 class _Receives:
     """The receives of a rank: posted in the order of each edge, waited for when needed."""
 
-    def __init__(self, incoming: dict[int, list[Transfer]], depth: int) -> None:
+    def __init__(self, incoming: Mapping[int, Sequence[Transfer]], depth: int) -> None:
         self._incoming = incoming
         self._depth = depth
-        self._position = {
-            t: (s, i) for s, transfers in incoming.items() for i, t in enumerate(transfers)
-        }
+        self._place = {t: (s, i) for s, own in incoming.items() for i, t in enumerate(own)}
         self._posted = dict.fromkeys(incoming, 0)
 
-    def first(self) -> Iterable[int]:
+    def first(self) -> Iterator[int]:
         """Yields the items at the start of a step."""
-        for source in sorted(self._incoming):
+        for source in self._incoming:
             yield from self._post(source, self._depth)
 
-    def before(self, needs: Sequence[Transfer]) -> Iterable[int]:
+    def before(self, needs: Sequence[Transfer]) -> Iterator[int]:
         """Yields the items before an action."""
         # All receives are posted before the first wait. Otherwise the wait for one edge could delay
         # the post on another edge, and the rank that is waited for may need that post.
         for transfer in needs:
-            if transfer in self._position:  # otherwise no rank sends it, and `verify` refuses it
-                source, number = self._position[transfer]
+            if transfer in self._place:  # otherwise no rank sends it, and `verify` refuses it
+                source, number = self._place[transfer]
                 yield from self._post(source, number + 1 + self._depth)
-        for transfer in needs:
-            yield encode(Op.WAIT_RECEIVE, *transfer)
+        yield from _items(Op.WAIT_RECEIVE, needs)
 
-    def _post(self, source: int, number: int) -> Iterable[int]:
-        posted = self._posted[source]
-        for transfer in self._incoming[source][posted:number]:
-            yield encode(Op.POST_RECEIVE, *transfer)
-            self._posted[source] += 1
+    def _post(self, source: int, number: int) -> Iterator[int]:
+        due = self._incoming[source][self._posted[source] : number]
+        self._posted[source] += len(due)
+        return _items(Op.POST_RECEIVE, due)
+
+
+def _items(op: Op, transfers: Iterable[Transfer]) -> Iterator[int]:
+    return (transfer << OP_BITS | op for transfer in transfers)
 
 
 def _last(actions: Sequence[Action], kinds: Sequence[Kind]) -> dict[int, int]:
