@@ -40,7 +40,6 @@ from pipegrad.simulation.timeline import BATCH, Timeline, in_percent, in_time
 _ROUGH = 0.1  # what a simulation may be off before advice says so
 _ALL_TRIED = 50  # there are never more changes than so many in two steps
 _LEAST_GAIN = 0.005
-_PAIR_GAIN = 0.05  # what two changes at once save more than the better one, to be worth a line
 # Items of all simulations together, which then take some seconds.
 _MOST_ITEMS = 250_000
 _UNEVEN = 1.05  # of the mean; what is below is as even as layers allow
@@ -202,7 +201,7 @@ def advise(
     knows_memory = any(stage.held_bytes or stage.activation_bytes for stage in costs.stages)
     # Many changes of a small program are simulated, and few of a large one.
     most = max(1, _MOST_ITEMS // max(1, program.num_items) // _num_steps(costs))
-    result, pairs = list[Advice](), list[Advice]()
+    result = list[Advice]()
     for what_if in islice(what_ifs(program, costs, of), most):
         simulated = _last_step(what_if.program, what_if.costs, _num_steps(costs))
         gain = (base - simulated.step_seconds[-1]) / now
@@ -210,11 +209,7 @@ def advise(
             expected = (step_seconds or base) * (1 - gain)
             peak = max(simulated.peak_bytes) if knows_memory else 0
             own = what_if.cause, what_if.change, expected, gain, what_if.is_bound, peak
-            (pairs if what_if.is_pair else result).append(Advice(*own))
-    alone = max((advice.gain for advice in result if not advice.is_bound), default=0.0)
-    best = max(pairs, key=lambda advice: advice.gain, default=None)
-    if best and best.gain >= alone + _PAIR_GAIN:
-        result.append(best)
+            result.append(Advice(*own))
     return tuple(sorted(result, key=lambda advice: (advice.is_bound, -advice.gain, advice.change)))
 
 
@@ -236,7 +231,6 @@ class WhatIf(NamedTuple):
         program: What would be run.
         costs: What that would cost.
         is_bound: True if nobody can do that, as with a network that takes no time.
-        is_pair: True if it is two changes at once; of such the best is advice.
     """
 
     cause: Cause
@@ -244,7 +238,6 @@ class WhatIf(NamedTuple):
     program: Program
     costs: Costs
     is_bound: bool = False
-    is_pair: bool = False
 
 
 def what_ifs(program: Program, costs: Costs, of: Timeline | None = None) -> Iterator[WhatIf]:
@@ -252,16 +245,10 @@ def what_ifs(program: Program, costs: Costs, of: Timeline | None = None) -> Iter
     yield from _bounds(program, costs)
     yield from _evened(program, costs)
     yield from _recut(program, costs, of.layers if of else ())
-    codecs = list(_codecs(program, costs, of))
-    yield from codecs
+    yield from _codecs(program, costs, of)
     yield from _more_microbatches(program, costs, of)
     yield from _other_schedules(program, costs)
     yield from _narrow_reductions(program, costs, of)
-    for coded in codecs:
-        for other in _other_schedules(program, coded.costs):
-            yield other._replace(
-                cause="links", change=f"{coded.change} and {other.change}", is_pair=True
-            )
 
 
 # Bounds.
