@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import (
@@ -113,27 +114,35 @@ class _Lowering:
         self._needs: list[list[tuple[Transfer, ...]]] = []
         self._starts: list[list[tuple[Transfer, ...]]] = []
         for rank in range(program.schedule.num_ranks):
-            transfers = list(self._transfers(rank))
-            self._needs.append([needs for needs, _ in transfers])
-            self._starts.append([starts for _, starts in transfers])
+            of_actions = list(self._transfers(rank))
+            self._needs.append([needs for needs, _ in of_actions])
+            self._starts.append([starts for _, starts in of_actions])
+        # Where each transfer is waited for, on its target.
+        self._waited = {
+            transfer: position
+            for of_rank in self._needs
+            for position, transfers in enumerate(of_rank)
+            for transfer in transfers
+        }
 
     def items(self, depth: int) -> Iterator[array[int]]:
         """Yields the items of each rank."""
         sent = self._by_edge()
         released = self._releases(sent)
         for rank, actions in enumerate(self._program.schedule.actions):
-            edges = sorted(sent.items())
-            incoming = {source: own for (source, to), (own, _) in edges if to == rank}
-            receives, links = _Receives(incoming, depth), self._program.rank_links[rank]
+            links, posted = self._program.rank_links[rank], self._posts(rank, sent, depth)
             last = _last(actions, ("B", "W"))
             last_inputs = _last(actions, ("B", "I"))
             unused = set(self._program.synced)
-            items = array("q", receives.first())
+            items = array("q", _items(Op.POST_RECEIVE, posted[-1]))
             for position, action in enumerate(actions):
                 stage, kind, microbatch = action
-                # Receives come first: other ranks may wait for them to be posted. Only after the
-                # waits is it proven that a tensor of this rank has arrived and can be released.
-                items.extend(receives.before(self._needs[rank][position]))
+                # All receives are posted before the first wait. Otherwise the wait for one edge
+                # could delay the post on another edge, and the rank that is waited for may need
+                # that post. Only after the waits is it proven that a tensor of this rank has
+                # arrived and can be released.
+                items.extend(_items(Op.POST_RECEIVE, posted.pop(position, ())))
+                items.extend(_items(Op.WAIT_RECEIVE, self._needs[rank][position]))
                 items.extend(_items(Op.RELEASE, released[rank].pop(position, ())))
                 if kind == "F" and stage in unused:
                     unused.remove(stage)
@@ -188,8 +197,6 @@ class _Lowering:
             received.update(new)
             yield new, tuple(channel << MICROBATCH_BITS | microbatch for channel in starts)
 
-    # When a sent tensor is released.
-
     def _by_edge(self) -> dict[tuple[int, int], _Sent]:
         """Returns for each edge its transfers in the order of sending, with their positions."""
         edges = defaultdict[tuple[int, int], _Sent](lambda: (array("q"), array("q")))
@@ -202,6 +209,23 @@ class _Lowering:
                     positions.append(position)
         return edges
 
+    def _posts(
+        self, rank: int, sent: Mapping[tuple[int, int], _Sent], depth: int
+    ) -> defaultdict[int, list[Transfer]]:
+        """Returns the receives that a rank posts, by position; -1 is the start of the step.
+
+        They are posted in the order of their edge: when the transfer that is `depth` earlier, or a
+        later one, is waited for.
+        """
+        posts, end = defaultdict[int, list[Transfer]](list), len(self._needs[rank])
+        for (_, target), (transfers, _) in sorted(sent.items()):
+            if target == rank:
+                waits = [self._waited.get(transfer, end) for transfer in transfers]
+                firsts = [*accumulate(reversed(waits), min)][::-1]
+                for transfer, position in zip(transfers, [-1] * depth + firsts, strict=False):
+                    posts[position].append(transfer)
+        return posts
+
     def _releases(
         self, sent: Mapping[tuple[int, int], _Sent]
     ) -> list[defaultdict[int, list[Transfer]]]:
@@ -210,51 +234,15 @@ class _Lowering:
         A peer waits for a transfer and then sends a message back. If this rank has received that
         message, the transfer has arrived. The first such message is used.
         """
-        waited = {
-            transfer: position
-            for of_rank in self._needs
-            for position, transfers in enumerate(of_rank)
-            for transfer in transfers
-        }
         releases = [defaultdict[int, list[Transfer]](list) for _ in self._needs]
         for (rank, peer), (transfers, _) in sorted(sent.items()):
             back, positions = sent.get((peer, rank), (array("q"), array("q")))
             for transfer in transfers:
-                answer = bisect_left(positions, waited.get(transfer, len(self._needs[peer])))
+                answer = bisect_left(positions, self._waited.get(transfer, len(self._needs[peer])))
                 end = len(self._needs[rank])
-                proven = waited.get(back[answer], end) if answer < len(back) else end
+                proven = self._waited.get(back[answer], end) if answer < len(back) else end
                 releases[rank][proven].append(transfer)
         return releases
-
-
-class _Receives:
-    """The receives of a rank: posted in the order of each edge, waited for when needed."""
-
-    def __init__(self, incoming: Mapping[int, Sequence[Transfer]], depth: int) -> None:
-        self._incoming = incoming
-        self._depth = depth
-        self._place = {t: (s, i) for s, own in incoming.items() for i, t in enumerate(own)}
-        self._posted = dict.fromkeys(incoming, 0)
-
-    def first(self) -> Iterator[int]:
-        """Yields the items at the start of a step."""
-        for source in self._incoming:
-            yield from self._post(source, self._depth)
-
-    def before(self, needs: Sequence[Transfer]) -> Iterator[int]:
-        """Yields the items before an action."""
-        # All receives are posted before the first wait. Otherwise the wait for one edge could delay
-        # the post on another edge, and the rank that is waited for may need that post.
-        for transfer in needs:
-            if transfer in self._place:  # otherwise no rank sends it, and `verify` refuses it
-                source, number = self._place[transfer]
-                yield from self._post(source, number + 1 + self._depth)
-        yield from _items(Op.WAIT_RECEIVE, needs)
-
-    def _post(self, source: int, number: int) -> Iterator[int]:
-        due = self._incoming[source][self._posted[source] : number]
-        self._posted[source] += len(due)
-        return _items(Op.POST_RECEIVE, due)
 
 
 def _items(op: Op, transfers: Iterable[Transfer]) -> Iterator[int]:
