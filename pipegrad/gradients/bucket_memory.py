@@ -102,11 +102,11 @@ class BucketMemory:
         # Streams that wrote into slots: the keys, in their order.
         self._streams: dict[torch.Stream, None] = {}
         flat = torch.zeros(bucket.numel, dtype=bucket.wire_dtype, device=device)
-        self._memory = FlatBuffer(flat)
         self._payload, self._flags = flat[: bucket.payload_numel], flat[bucket.payload_numel :]
         self._gradients = self._payload
         if self.is_apart:
             self._gradients = torch.zeros(bucket.payload_numel, dtype=bucket.dtype, device=device)
+        self._memory = FlatBuffer(flat)  # behind both: its event stands for all of the memory
         # `.data` has a version counter of its own. So each slot counts its own writes, and none of
         # what comm streams write.
         self.slots = [
