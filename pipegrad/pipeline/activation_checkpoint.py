@@ -48,10 +48,6 @@ class Recompute:
     A forward may change a buffer, such as a running mean. For the second forward its old value is
     put back, so the result is the same. Afterwards the new value is put back: a counter counts each
     forward once.
-
-    Args:
-        module: The module of the stage.
-        device: Where its parameters are.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

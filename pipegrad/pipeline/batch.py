@@ -106,14 +106,6 @@ class Given:
 class Batches:
     """Turns what steps are given into microbatches.
 
-    Args:
-        wiring: Which external inputs stages take.
-        stages: The stages of this rank.
-        rules: What these know of their inputs.
-        has_loss: Whether there is a loss_fn.
-        whole: Names of values that every microbatch gets whole.
-        labels: Names of the inputs that are the target, too.
-
     Attributes:
         outer: Those values of the last batch that have a graph of the caller's.
     """
@@ -147,12 +139,6 @@ class Batches:
 
     def cut(self, batch: Batch, number: int, chunks: int = 1, *, needs_target: bool) -> Given:
         """Returns the microbatches of what this rank takes of a batch.
-
-        Args:
-            batch: What the step is given.
-            number: How many microbatches rows are cut into.
-            chunks: How many chunks of time each of them is cut into, and each is a microbatch.
-            needs_target: Whether the rank of the last stage must have a target.
 
         Raises:
             StepError: If inputs are missing, given twice, unknown, or cannot be cut.
@@ -354,15 +340,7 @@ class Batches:
         counts: Mapping[str, Sequence[int]],
         number: int,
     ) -> _Table:
-        """Returns how tensors are cut into microbatches.
-
-        Args:
-            given: Learns how many rows there are.
-            tensors: That may be cut, by path.
-            along: The dimension of samples, where it is not the first.
-            counts: How many rows each sample has, where these are no samples.
-            number: How many microbatches there are.
-        """
+        """Returns how tensors are cut into microbatches."""
         dims = {path: along.get(path) or 0 for path in tensors}
         lengths = {path: x.shape[dims[path]] for path, x in tensors.items()}
         counts = {path: numbers for path, numbers in counts.items() if path in tensors}
@@ -479,12 +457,6 @@ def _by_time(
     values: Mapping[str, object], dims: _TimeDims, asked: list[int] | None, chunks: int
 ) -> _Table:
     """Returns how the tensors of a microbatch are cut into chunks of time.
-
-    Args:
-        values: By name.
-        dims: Where time is.
-        asked: The lengths of chunks; None if they are even.
-        chunks: How many there are.
 
     Raises:
         StepError: If tensors differ, or cannot be cut like that.
@@ -619,9 +591,6 @@ class OuterGraphs:
 
     def backward(self, divisor: Tensor | float) -> None:
         """Runs one backward through the graphs that the values came from.
-
-        Args:
-            divisor: What the gradients of all microbatches are still to be divided by.
 
         Sync: on the current stream.
         """

@@ -55,9 +55,6 @@ class Autocast:
     forward. A step has both, and sums and codecs of gradients besides, so it leaves the caller's
     autocast and enters it again for each forward.
 
-    Args:
-        device: Of the stages.
-
     Attributes:
         forward: Enters it again, for a forward or a loss.
     """
@@ -179,13 +176,7 @@ class Compute:
     def begin(
         self, targets: Sequence[object] | None, terms: LossTerms, *, keeps_outputs: bool
     ) -> None:
-        """Takes what belongs to a step.
-
-        Args:
-            targets: For each microbatch, on the rank of the last stage.
-            terms: Collects losses.
-            keeps_outputs: Whether to keep what the last stage makes.
-        """
+        """Takes what belongs to a step."""
         self._targets = targets
         self._terms = terms
         self._keeps_outputs = keeps_outputs

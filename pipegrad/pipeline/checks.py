@@ -28,12 +28,7 @@ _FEW = 32  # tokens that tell whether chunks see each other
 
 
 def checks_of(pipeline: WiredPipeline, name: str) -> list[Check]:
-    """Returns the checks of this rank.
-
-    Args:
-        pipeline: Its stages have their first values: a checkpoint may still be loaded.
-        name: The same on all ranks, and of no other Scheduler.
-    """
+    """Returns the checks of this rank."""
     stages, mixed = pipeline.stages, pipeline.mixed
     checks: list[Check] = [
         partial(_warn_of_evaluation_mode, stages, name),
@@ -112,12 +107,6 @@ def warn_of_blind(stage: Stage, values: Sequence[object], key: str) -> None:
 
     A few tokens run in evaluation mode, at once and in two chunks, and outputs are compared. So a
     layer is found that looks at other positions and carries too little of them.
-
-    Args:
-        stage: Whose module takes inputs of one chunk, and carries something or nothing.
-        values: The inputs of the first chunk of a sequence, time along dimension 1, and what it
-            carries: None.
-        key: As of `warn_once`.
     """
     lengths = {x.shape[1] for x in values if _has_time(x)}
     is_plain = all(isinstance(x, Tensor | Number | str | None) for x in values)

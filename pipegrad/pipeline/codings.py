@@ -179,13 +179,7 @@ Position = tuple[int, int]
 
 
 class Coding:
-    """A codec on a hop, for activations or for gradients.
-
-    Args:
-        codec: The codec.
-        carried: What it carries.
-        feedback: Keeps the errors of gradients.
-    """
+    """A codec on a hop, for activations or for gradients."""
 
     def __init__(self, codec: Codec, carried: Carried, feedback: Feedback) -> None:
         self._codec = codec

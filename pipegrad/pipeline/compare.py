@@ -56,12 +56,7 @@ class Facts:
 
 
 class BatchCheck:
-    """Compares batches, divisors and optimizers over all ranks; see [Note: what was passed].
-
-    Args:
-        topology: Over all ranks.
-        timeout_seconds: How long ranks wait for each other.
-    """
+    """Compares batches, divisors and optimizers over all ranks; see [Note: what was passed]."""
 
     def __init__(self, topology: Topology, *, timeout_seconds: float) -> None:
         self._topology = topology
@@ -80,11 +75,6 @@ class BatchCheck:
 
     def compare(self, facts: Facts, number: int, *, forward_only: bool) -> None:
         """Refuses a step, on all ranks alike, if ranks are not about to make one; warns.
-
-        Args:
-            facts: Of this rank.
-            number: Of the step, or of the evaluation.
-            forward_only: Which of both it is.
 
         Raises:
             AgreementError: If ranks differ, or one does not come.
@@ -184,10 +174,6 @@ class BatchCheck:
         """Warns of a tensor that is cut as if its rows were samples, and is in all batches.
 
         A GAN has a second step with the same batch, and not an eighth one.
-
-        Args:
-            passed: What a step that compares is given, by name.
-            cut: The tensors that are cut, by name and path.
         """
         tensors = {path: x for path, x in leaves_of(passed).items() if isinstance(x, Tensor)}
         # Torch counts changes in place. A tensor that was filled anew is a new batch.

@@ -67,11 +67,6 @@ class Spec(NamedTuple):
 def header(step: int, key: Key, spec: Spec | None) -> torch.Tensor:
     """Returns the header of a value, ``(19,)`` int64 on the host; None: it will never come.
 
-    Args:
-        step: Its number, from 1 on, which both ranks count.
-        key: Which transfer of the step it is.
-        spec: What the value looks like.
-
     Raises:
         StepError: If it has too many dimensions, or a dtype that no message has.
     """
@@ -90,10 +85,6 @@ def header(step: int, key: Key, spec: Spec | None) -> torch.Tensor:
 
 def read_header(step: int, words: Sequence[int]) -> tuple[Key, Spec | None]:
     """Returns which transfer a header is of, and what it says; None if the value never comes.
-
-    Args:
-        step: In which it is read.
-        words: Of the header.
 
     Raises:
         StepError: If it is no header that `header` makes in this step.
@@ -133,12 +124,6 @@ class Edges:
     own. One group of all ranks takes messages between hosts. It has all ranks because a world that
     was made with ``device_id`` makes a group on gloo in two ways: ranks outside of it wait in NCCL
     for its members, and members do not wait (pytorch#197568).
-
-    Args:
-        channels: Of all ranks; every rank must give the same.
-        topology: Ranks; every pipeline of the mesh gets its own.
-        device: Where the tensors are.
-        skips: Channels of a connection of their own, between processors; see [Note: skips].
 
     Attributes:
         is_tagged: Whether messages have tags, and one may be shorter than the memory that takes it.
@@ -220,12 +205,7 @@ class Edges:
                     sync_points.in_use.receive(group, message, end[1], 0).wait()
 
     def to(self, target: int, channel: Channel | None = None) -> Serving:
-        """Returns the group that serves the edge to a pipeline rank, and that rank in it.
-
-        Args:
-            target: The pipeline rank.
-            channel: What is to be sent; a skip may have a group of its own.
-        """
+        """Returns the group that serves the edge to a pipeline rank, and that rank in it."""
         return (self._beside if channel in self._skips else self._out)[target]
 
     def of(self, source: int, channel: Channel | None = None) -> Serving:
@@ -263,10 +243,6 @@ class Edges:
 
 class Inbox:
     """The headers that another rank sends to this one; see [Note: headers] in `transfers`.
-
-    Args:
-        group: Where they come.
-        peer: The rank there that sends them.
 
     Attributes:
         posted: For each header that may come, in order: where it arrives, zero before; the same as

@@ -128,14 +128,6 @@ def _scalar(value: Number, device: torch.device) -> Tensor:
 class LossTerms:
     """The losses and metrics of one step on this rank, of all microbatches.
 
-    Args:
-        divisor: The sum of all losses is divided by it.
-        device: Where losses are.
-        is_weighted: Whether losses are sums and have weights.
-        is_last: Whether this rank has the last stage. If it then computes no loss, all is nan.
-        expected: The names of loss_fn's metrics, if the ranks know them already.
-        taken: The names of the losses of stages.
-
     Attributes:
         divisor: The argument.
         is_weighted: The argument.
@@ -254,14 +246,6 @@ class LossTerms:
 class Losses:
     """Sends the losses of a Scheduler, on a communicator of their own.
 
-    Args:
-        topology: Over all ranks; all of them make it together, and send as often.
-        device: Where losses are.
-        is_weighted: Whether losses are sums and have weights.
-        auxiliary: The names of the losses of stages, the same on all ranks.
-        tape: Where waits are recorded.
-        bounded: What waits for the other ranks; see `Bounded`.
-
     Attributes:
         is_weighted: The argument.
         learned: By forward_only: the names of loss_fn's metrics, the same on all ranks; None if no
@@ -304,12 +288,7 @@ class Losses:
         )
 
     def begin(self, *, continues: bool, reduces: bool) -> None:
-        """Begins a step with weights, before anything of it can fail.
-
-        Args:
-            continues: Whether it continues steps that only accumulated.
-            reduces: Whether its gradients are reduced.
-        """
+        """Begins a step with weights, before anything of it can fail."""
         if not continues:
             self._weight = torch.zeros_like(self._weight)
         # Set before anything can fail: a rank whose step fails sends its part all the same, in
@@ -362,14 +341,6 @@ class Losses:
         """Adds this rank's part of the loss to that of the others; returns at once.
 
         It sends what [Note: message of a loss] lists.
-
-        Args:
-            terms: Of this rank.
-            forward_only: Which kind of step it is: evaluation or training.
-            failed: Whether the step failed on this rank.
-            times: What this rank has measured; as many numbers on all ranks.
-            outputs: For the result.
-            on_failure: As that of `StepResult`.
         """
         names, number = (*self._auxiliary, *(self._names(forward_only) or ())), self._num_copies
         numbers = [

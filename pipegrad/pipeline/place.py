@@ -16,10 +16,6 @@ _COLUMNS = 24  # of a grid
 class Place:
     """How far this rank is in a step.
 
-    Args:
-        program: What all ranks do.
-        topology: As this rank sees it; its pipelines run the Program.
-
     Attributes:
         rank: This rank in its pipeline.
         position: The number of the item that runs.
@@ -57,12 +53,7 @@ class Place:
         )
 
     def drawn(self, pipeline: int, marks: Mapping[int, str]) -> str:
-        """Returns the grid of a pipeline, with the last action of each rank marked.
-
-        Args:
-            pipeline: Its number in the topology; rows have the global ranks of this one.
-            marks: The action of a pipeline rank as text; "" if it has not begun one.
-        """
+        """Returns the grid of a pipeline, with the last action of each rank marked."""
         schedule, words = self._program.schedule, {mark for mark in marks.values() if mark}
         actions = [a for actions in schedule.actions for a in actions if str(a) in words]
         ranks = self._topology.pipelines[pipeline]

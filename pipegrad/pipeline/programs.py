@@ -78,14 +78,6 @@ class Programs:
 
     See [Note: adaptive schedules] and [Note: other numbers].
 
-    Args:
-        pipeline: What all ranks agreed on, with the first schedule.
-        spec: What that was made of.
-        synced: Stages with parameters that other ranks update.
-        depth: How many receives of an edge are posted ahead.
-        name: Of the agreements; no other Scheduler has it.
-        timeout_seconds: How long an agreement waits for the slowest rank.
-
     Attributes:
         spec: What schedules are made of now.
         schedule: That of training steps of the Scheduler's own number of microbatches.
@@ -125,11 +117,6 @@ class Programs:
     ) -> tuple[Program, Proof]:
         """Returns the Program of a schedule, and its proof.
 
-        Args:
-            schedule: What every rank computes.
-            links: The values that stages hand on, differentiable or not.
-            forward_only: Whether it is an evaluation.
-
         Raises:
             ScheduleError: If the proof fails.
         """
@@ -160,10 +147,6 @@ class Programs:
 
     def adapted(self, times: Times, step: int) -> Schedule | None:
         """Returns another schedule for the next training step; None if it stays as it is.
-
-        Args:
-            times: What steps take now.
-            step: Which step it is, counted alike on all ranks.
 
         Raises:
             PipegradError: If a rank cannot make the schedule, or does not come; on all ranks that
@@ -196,11 +179,6 @@ class Programs:
 
     def of_number(self, number: object, chunks: object, step: int) -> Schedule:
         """Returns the schedule of a step of other numbers, after an agreement of all ranks.
-
-        Args:
-            number: How many microbatches this rank has; None if the Scheduler's own.
-            chunks: Into how many chunks of time it cuts each, or their lengths; None likewise.
-            step: Which step it is, counted alike on all ranks.
 
         Raises:
             PipegradError: If there is no schedule of this number. Or if another rank has another
@@ -270,11 +248,6 @@ class StepTimes:
 
     All ranks sum a table with a column for each rank of each pipeline. Rows are forwards,
     backwards, W, and for each of the first microbatches the hop from this rank to the next.
-
-    Args:
-        program: What all ranks do.
-        topology: As this rank sees it.
-        device: Where the rank computes.
 
     Attributes:
         shape: Pipelines, rows, ranks of a pipeline.

@@ -72,13 +72,6 @@ def shares(
     """Returns how much each microbatch counts, None if all count alike; and the whole batch.
 
     The batch counts by its rows, by what torch's loss divides by, or by its microbatches.
-
-    Args:
-        loss_fn: As the Scheduler was given it, or bound.
-        targets: For each microbatch.
-        rows: How many were cut into microbatches; None if the caller has cut them.
-        sizes: How much of the batch each microbatch has; empty if they count alike.
-        chunks: Of time, into which a sequence is cut: then each of them is a microbatch.
     """
     mean, number = _mean_of(loss_fn), len(targets)
     if mean.reduction == "sum":
@@ -107,12 +100,6 @@ def warn_of_labels(
     loss_fn: object, targets: Sequence[object], name: str, *, has_replicas: bool
 ) -> None:
     """Warns, once, of a mean over labels that is not that of one process.
-
-    Args:
-        loss_fn: As of `shares`.
-        targets: For each microbatch.
-        name: Of the Scheduler, the same on all ranks.
-        has_replicas: Whether others compute means of other labels.
 
     Sync: on a device the host waits.
     """

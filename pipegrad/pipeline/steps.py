@@ -65,19 +65,6 @@ class StepKind:
 
     It runs the items of this rank one by one, and decides nothing.
 
-    Args:
-        program: What all ranks do.
-        proof: What that needs.
-        specs: What values look like in the first microbatch, by link.
-        topology: As this rank sees it; its pipelines run the Program.
-        values: Receives, sends and sums values and gradients.
-        compute: Runs forwards and backwards.
-        transfers: Posts receives, and frees what was sent.
-        sync: The gradient layer. It learns of first uses, last backwards and final stages.
-        weights: The weights' gradients that I leaves to W.
-        sharded: The stages whose parameters FSDP2 swaps. It learns of last backwards.
-        times: Measures how long computes and transfers take; None if nothing does.
-
     Attributes:
         activity: What the report of a failure needs to know of it.
         place: How far this rank is in it.
@@ -155,11 +142,6 @@ class StepKind:
         """Runs all items; returns the outputs of the last stage, if they are kept.
 
         If it raises, call `finish_transfers`.
-
-        Args:
-            given: The microbatches.
-            terms: Collects the losses of this rank.
-            keeps_outputs: Whether to keep what the last stage makes.
 
         Sync: all on the current stream.
         """
@@ -261,17 +243,6 @@ class Steps:
     """Runs the steps of a Scheduler on this rank.
 
     All ranks make it together.
-
-    Args:
-        pipeline: What all ranks agreed on.
-        programs: The schedules and Programs of steps.
-        sync: The gradient layer; `close` closes it, too.
-        name: The same on all ranks, and of no other Scheduler.
-        whole: Names of values that every microbatch gets whole.
-        wait_seconds: How long ranks wait for each other in a first step. Kernels may be compiled
-            meanwhile.
-        check_every: Steps between comparisons of what ranks are given, 0 for none but those of the
-            steps 1, 2, 4, 8 and so on; see `BatchCheck`.
 
     Attributes:
         pipeline: The argument.
@@ -451,13 +422,6 @@ class Steps:
         forward_only: bool,
     ) -> StepKind:
         """Proves the Program of a kind of step, and makes what runs it on this rank.
-
-        Args:
-            schedule: What every rank computes.
-            links: The values that stages hand on, differentiable or not.
-            specs: What these values look like in the first microbatch, by link. The first step adds
-                them: see [Note: first step].
-            forward_only: Whether it is evaluation.
 
         Raises:
             ScheduleError: If the proof fails.

@@ -175,16 +175,6 @@ class PeerFailedError(StepError):
 class Transfers:
     """One rank's end of all transfers of a kind of step, between processors.
 
-    Args:
-        channels: Of the Program.
-        rank: The pipeline rank.
-        edges: The communicators.
-        device: Where values are.
-        specs: What values look like in the first microbatch, by link. The first step of a kind
-            adds those that this rank receives.
-        codecs: Which values cross in fewer bytes; see [Note: codecs].
-        feedback: The errors of encoded gradients.
-
     Attributes:
         is_in_doubt: Whether a wait has failed half-way: see [Note: interrupts].
         posts_receives: Whether a receive is started before its header is there.
@@ -265,11 +255,6 @@ class Transfers:
         """Waits for a receive; returns what arrived, in memory of its own.
 
         It returns None for the gradient of a value that has none.
-
-        Args:
-            channel: What is received.
-            microbatch: Of which microbatch.
-            known: What it looks like, if it is a gradient.
 
         Raises:
             PeerFailedError: If it will never come.
@@ -363,12 +348,6 @@ class Transfers:
     ) -> None:
         """Starts to send `tensor`.
 
-        Args:
-            channel: Where to.
-            microbatch: Of which microbatch.
-            tensor: A value, or a gradient, which looks like its value.
-            spec: What it looks like, if it is a value.
-
         Raises:
             StepError: If no header says what the value looks like, or it is too large.
 
@@ -400,14 +379,7 @@ class Transfers:
         self._sending.setdefault(key, []).append((work, SENDING(message)))
 
     def release(self, channel: int, microbatch: int, has_arrived: bool = False) -> None:
-        """Lets go of a tensor that was sent.
-
-        Args:
-            channel: Where to.
-            microbatch: Of which microbatch.
-            has_arrived: Whether a receive before it proves that the message has arrived. Behind the
-                last action none does, and the wait needs a helper: see [Note: waits] in `waits`.
-        """
+        """Lets go of a tensor that was sent."""
         for work, _ in self._sending.pop((channel, microbatch)):
             if has_arrived and type(work) is HostWork:
                 work.has_arrived = True

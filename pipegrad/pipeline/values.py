@@ -75,17 +75,6 @@ class Values:
     A received value is one leaf for all stages of this rank that take it, so autograd itself sums
     their gradients. A stage's output is a new leaf for the stages of the same rank that take it.
 
-    Args:
-        program: What all ranks do.
-        rank: The pipeline rank.
-        stages: The stages of this rank.
-        wiring: Which values each stage takes and makes.
-        transfers: Sends and receives.
-        sharded: The stages whose parameters FSDP2 swaps.
-        specs: What values look like in the first microbatch, by link. The first step of a kind
-            adds those that this rank makes.
-        outer: External values that need a gradient: a list that changes with each step.
-
     Attributes:
         external: External name -> its value for each microbatch, of the present step.
     """

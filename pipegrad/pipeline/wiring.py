@@ -247,12 +247,7 @@ def _check_loss(reduction: str, loss_over: str, *, is_own: bool) -> None:
 
 
 def mixed_in(topology: Topology, begins: Mapping[int, Begins]) -> tuple[int, int] | None:
-    """Returns two ranks that give their stages first values of different models.
-
-    Args:
-        topology: Of any rank.
-        begins: Digests of what each rank knows of all stages, by rank.
-    """
+    """Returns two ranks that give their stages first values of different models."""
     # All replicas of a stage get the values of its lowest rank.
     givers = {
         stage: rank
@@ -335,12 +330,6 @@ def schedule_of(
     spec: ScheduleSpec, topology: Topology, num_microbatches: int | None, chunks: int | None = None
 ) -> Schedule:
     """Returns the schedule of this pipeline that `spec` stands for.
-
-    Args:
-        spec: What it is made of.
-        topology: As this rank sees it.
-        num_microbatches: Into how many rows are cut.
-        chunks: Into how many chunks of time each of them is; None if `spec` knows it.
 
     Raises:
         PipegradError: If there is none, or not of these numbers.
