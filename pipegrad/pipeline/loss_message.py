@@ -266,8 +266,7 @@ class Losses:
         self._bounded = bounded or nullcontext()
         self._ranks = ranks = sorted(topology.ranks)
         # Each pipeline has a last stage, and the loss is the mean over pipelines. Pipelines that
-        # are
-        # replicas have different data; others have the same data and the same loss.
+        # are replicas have different data; others have the same data and the same loss.
         self._num_copies = len(topology.pipelines)
         self._device = device
         self.is_weighted = is_weighted
