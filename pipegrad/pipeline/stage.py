@@ -192,11 +192,11 @@ class StageSource(Protocol):
         """Returns digests of the values of stages, if this rank has their first values."""
 
     def load(self, stages: Sequence[int], scheduler: Scheduler) -> None:
-        """Writes the values of this rank's stages; all ranks call it."""
+        """Gives this rank's stages their values, unless they have values; all ranks call it."""
 
 
 def fields_of(value: object) -> Mapping[Any, object] | None:
-    """Returns the fields of a mapping, a dataclass or a named tuple, by name; None of others."""
+    """Returns the fields of a mapping, a dataclass or a named tuple, by name; None for others."""
     if isinstance(value, Mapping):  # also transformers' ModelOutput and BatchEncoding
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
