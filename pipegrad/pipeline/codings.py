@@ -19,8 +19,9 @@ own rank.
 [Note: errors of a step] If a step fails, its gradients are dropped on all ranks. Then the errors of
 its encoding must be dropped, too, and the errors of the step before must stay. Therefore the errors
 of a step are pending until the next step begins. A rank may have ended a step that fails on another
-rank later. The message of the loss decides, because it has the same sums on all ranks. Reading it
-there costs little, because a step cannot begin on the last rank before it has ended on the first.
+rank later. The message of the loss decides, because it has the same sums on all ranks. To read it
+before the next step costs little, because a step cannot begin on the last rank before it has ended
+on the first.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def choice_of(spec: CodecsSpec) -> CodecChoice:
     """Returns the choice of a user; the top of this file lists the forms of `spec`.
 
     Raises:
-        ScheduleError: If `spec` has none of these forms.
+        ScheduleError: If `spec` has none of these forms, or names a hop twice.
         PluginError: If there is no such codec, or it does not take these options.
     """
     if not isinstance(spec, Mapping) or "name" in spec or set(spec) & set(CARRIED):

@@ -1,4 +1,4 @@
-"""Losses: collects losses, weights and metrics, and sends them to all ranks in parallel with them.
+"""Losses: collects losses, weights and metrics, and sends them to all ranks in the background.
 
 `loss_parts` reads the values that loss_fn returned, and `LossTerms` collects them over a step.
 `Losses.send` adds the terms of all ranks. A `StepResult` gives the sums to every rank.
@@ -398,7 +398,7 @@ class Message:
 
     Args:
         numbers: ``(number,)``, float64, or ``(ranks, number)``: see `summed`. They are there when
-        the work has ended.
+            the work has ended.
         work: The collective that brings them; None if there is one rank.
         tape: Records the wait for it.
         bounded: Limits the wait for other ranks.
@@ -488,8 +488,8 @@ class StepResult:
             last stage: for each output the values of all microbatches, in order and detached. They
             are one tensor, joined along the first dimension. If they differ in another dimension,
             they are a tuple with a tensor for each microbatch. Elsewhere it is empty, and an index
-            raises an IndexError with the way to get them. If loss_fn changes them in place, they
-            are changed here, too.
+            raises an IndexError that names the ranks with outputs. If loss_fn changes them in
+            place, they are changed here, too.
         message: The sums of all ranks, for readers that need no more of the result.
         names: The names of the metrics in the message.
 

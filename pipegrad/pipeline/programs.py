@@ -13,7 +13,7 @@ all ranks must run the same Program:
    error of all. Each rank lowers and proves the Program, and continues with it.
 
 The sums of a step in which a rank failed are ignored. A step cannot begin before the message of the
-one before it has arrived. On CPU that costs little, since the first rank ends a step last and
+one before it has arrived. On CPU that costs little, because the first rank ends a step last and
 begins the next one first. Where the device has streams, the host waits for the device.
 
 [Note: other numbers] Each number of microbatches has a Program of its own, which is made and proven
@@ -35,8 +35,8 @@ transfers is::
 Each bracket has times of one clock. Rank s adds its own bracket to a number that all ranks sum
 together with the loss, and rank s+1 subtracts its own. A message that waits, for the one before it
 or for a rank that still computes, makes the difference larger, but nothing makes it smaller.
-Therefore the time of a hop is the smallest difference of the first microbatches: rank s+1 is idle
-before the first of them, and rank s before its gradient.
+Therefore the smallest difference of the first microbatches measures a hop: rank s+1 is idle before
+the first of them, and rank s before its gradient.
 
 Where the device has streams, times come from events on the current stream, and the host waits for
 the device at the end of a step.
@@ -80,7 +80,7 @@ class Programs:
     See [Note: adaptive schedules] and [Note: other numbers].
 
     Attributes:
-        spec: The generator or schedule of the next steps.
+        spec: The spec that generates schedules now.
         schedule: The schedule of training steps with the Scheduler's own number of microbatches.
         first: The Program of the first schedule if every value has a gradient, and its proof.
         times: Times of the last step that was measured and read; None if there is none.

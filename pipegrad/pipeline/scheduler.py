@@ -341,7 +341,7 @@ class Scheduler:
         others: Callable[..., torch.optim.Optimizer] | None = None,
         **options: Any,  # noqa: ANN401 - options of `kind`
     ) -> Optimizer:
-        """Returns an optimizer of what this rank steps; see `GradientSync.optimizer`."""
+        """Returns an optimizer of this rank's main parameters; see `GradientSync.optimizer`."""
         return self.sync.optimizer(kind, *parameters, group_of=group_of, others=others, **options)
 
     def state_dict(self) -> dict[str, Any]:
@@ -364,7 +364,7 @@ class Scheduler:
 
         Raises:
             PlanError: On every rank, as `GradientSync.load_state_dict`, or if the state of codecs
-                is none of theirs, or of another cut. Then they start anew.
+                is invalid, or belongs to another cut. Then they start anew.
             StepError: Inside a step.
         """
         self._steps.feedback.clear()

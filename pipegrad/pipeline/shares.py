@@ -45,7 +45,7 @@ class _Mean(NamedTuple):
         is_torchs: Whether it is torch's own, with nothing around it: then `divisor` is right.
         reduction: The name of the reduction in torch.
         ignored: The label that does not count.
-        weight: The weights of classes; None if they are equal.
+        weight: The weights of classes; None if there are none.
     """
 
     is_torchs: bool

@@ -124,7 +124,7 @@ def _explore(
     """Finds in autograd's graph the leaves of a backward, and the products that can wait.
 
     Returns:
-        The nodes of leaves that get their gradients at once; each product that can wait, after the
+        The nodes of leaves that get their gradients at once; each product that can wait, with the
         node of the forward's product; and `Waiting.early`.
     """
     # This loop sees every node of every microbatch, and Python's time there counts.
@@ -376,7 +376,7 @@ class Rule(NamedTuple):
     """An argument of a kind of product that may be a weight that waits.
 
     Attributes:
-        argument: Which one it is.
+        argument: The index of the argument.
         operand: Returns the factor that is no weight, from the product's node.
         raw_operand: Returns how that was saved.
         factors: Returns how to compute the gradient of the weight, from the node and the nodes
@@ -449,7 +449,7 @@ PRODUCTS: dict[str, tuple[Rule, ...]] = {
         _rule(2, "mat1", lambda node, _: _right if node._saved_alpha == 1 else None),
     ),
     "ConvolutionBackward0": (_rule(1, "input", _kernel),),
-    # With a dimension more, since no product of two factors makes its weight's gradient.
+    # With a dimension more, because no product of two factors makes its weight's gradient.
     f"{HeadLoss.__name__}Backward": (
         Rule(1, lambda n: n.saved_tensors[0][None], lambda n: n._raw_saved_tensors[0], _head),
     ),

@@ -246,7 +246,7 @@ def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Bindi
     Args:
         function: A function or a module. Of a module the forward inside of torch's wrappers counts.
         names: The names of the values, in their order.
-        what: Whose values they are, for messages.
+        what: The owner of the values, for messages.
 
     Raises:
         ScheduleError: If only some values have parameters of their names, and these stand in

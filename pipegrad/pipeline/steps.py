@@ -347,7 +347,7 @@ class Steps:
 
         Raises:
             StepError: If the batch does not fit, or if the step failed on another rank first.
-            Exception: What failed on this rank.
+            Exception: The error of this rank.
         """
         notice, programs = self._notice, self._programs
         asked: Any = batch.chunks

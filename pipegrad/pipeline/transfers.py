@@ -208,7 +208,7 @@ class Transfers:
         }
         self.is_in_doubt = False
         self._receiving: dict[Key, Receive] = {}
-        self._announced: dict[Key, Spec | None] = {}  # by headers; None of what never comes
+        self._announced: dict[Key, Spec | None] = {}  # by headers; None if the value never comes
         self._sending: dict[Key, list[tuple[Work, torch.Tensor | None]]] = {}
 
     def begin(self, step: int) -> None:
@@ -254,7 +254,7 @@ class Transfers:
             end.sizes.unread.append(receive)
 
     def wait(self, channel: int, microbatch: int, known: Spec | None = None) -> torch.Tensor | None:
-        """Waits for a receive; returns what arrived, in memory of its own.
+        """Waits for a receive; returns the received tensor, in memory of its own.
 
         It returns None for the gradient of a value that has none.
 

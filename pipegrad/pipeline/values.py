@@ -24,8 +24,8 @@ Three rules prevent errors from that:
   cache of the module, which the next forward writes, and nothing would detect that.
 - An output with a graph is not copied. Its version changes if the next forward of its stage writes
   into it. Then the step raises a StepError.
-- Autograd may make the gradients of two leaves views of one tensor, and adds to each in place. So
-  new gradients in one storage are compared, and those that overlap are copied.
+- Autograd may make the gradients of two leaves views of one tensor, and adds to each in place.
+  Therefore new gradients in one storage are compared, and those that overlap are copied.
 
 Outputs of evaluations are copied once, because they have no graph (benchmarks/overhead,
 `received.py`).
