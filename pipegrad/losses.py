@@ -202,12 +202,7 @@ class _Options(NamedTuple):
         return logits
 
     def losses(self, logits: Tensor, rows: slice) -> Tensor:
-        """Returns the losses of rows, less their part of the logarithms of sums, ``(rows,)``.
-
-        Args:
-            logits: ``(rows, classes)``, less the largest of each row.
-            rows: Of the tokens.
-        """
+        """Returns the losses of rows, less their part of the logarithms of sums, ``(rows,)``."""
         losses = -logits.gather(1, self.labels[rows, None]).squeeze(1) * self.own[rows]
         if self.even is not None:
             total = logits.sum(1) if self.of_classes is None else logits @ self.of_classes
@@ -231,14 +226,6 @@ class _Options(NamedTuple):
         slope: Tensor | None,
     ) -> Tensor:
         """Returns the gradient of the losses of rows by what a head gives, in its dtype.
-
-        Args:
-            exps: The exponentials of logits as of `losses`, of the classes from `first` on.
-            sums: Of all exponentials of each row, ``(rows,)``.
-            rows: Of the tokens.
-            first: See `exps`.
-            times: What each loss is multiplied with, ``(rows,)``.
-            slope: Of the soft cap.
 
         Sync: on the current stream. It writes into the memory of `exps`.
         """

@@ -96,10 +96,6 @@ def parsed_json(content: bytes) -> object:
 def open_to_change(path: Path, flags: int) -> int:
     """Opens a file that stays, or a folder, and follows no link; returns its number.
 
-    Args:
-        path: Of the file.
-        flags: As those of `os.open`.
-
     Raises:
         PlantedError: If it is a link, or of another kind.
         OSError: If it cannot be opened.
@@ -128,11 +124,6 @@ def replace(path: Path, content: bytes, permissions: int = 0o666) -> None:
     """Writes a file that takes the place of another one, when it is whole and on the disk.
 
     `path` has its old content or the new one, whenever this process is killed.
-
-    Args:
-        path: Of the file.
-        content: All of it.
-        permissions: Of a new file, less the umask. One that is there keeps its own.
 
     Raises:
         PlantedError: If something is there that is no regular file.

@@ -49,13 +49,7 @@ def as_text(parts: Iterable[RenderableType]) -> str:
 def table(
     columns: Iterable[str], rows: Iterable[Iterable[object]], most: int = sys.maxsize
 ) -> Table:
-    """Returns a table whose only line is below its head.
-
-    Args:
-        columns: Its head.
-        rows: Its cells.
-        most: Of more rows than that, those in the middle are left out.
-    """
+    """Returns a table whose only line is below its head."""
     text_table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         text_table.add_column(printable(column), overflow="fold")

@@ -10,10 +10,6 @@ from pipegrad_codecs.rows import Dtypes, RowScaled
 
 
 class Int8(RowScaled):
-    """Sends a byte for each element and a scale for each row: about a quarter of float32.
-
-    Args:
-        feedback: Whether the rounding error of a gradient is added to the next one.
-    """
+    """Sends a byte for each element and a scale for each row: about a quarter of float32."""
 
     dtypes: ClassVar[Dtypes] = {"activations": torch.int8, "gradients": torch.int8}

@@ -24,9 +24,6 @@ class RowScaled(EdgeCodec):
     nan or inf is nan or inf, and so are all its decoded elements. A finite row stays finite:
     elements that float32 cannot hold become its largest number.
 
-    Args:
-        feedback: Whether the rounding error of a gradient is added to the next one.
-
     Attributes:
         dtypes: Of an element in a message.
     """

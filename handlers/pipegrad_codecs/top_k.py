@@ -20,10 +20,6 @@ class TopK(EdgeCodec):
 
     What is left out is added to the next gradient: without that it would be lost. nan and inf are
     larger than all numbers, so they are sent.
-
-    Args:
-        fraction: The share of elements that are sent, above 0 and at most 1. At least one is sent.
-        feedback: Whether what is left out is added to the next gradient.
     """
 
     carries: tuple[Carried, ...] = ("gradients",)

@@ -12,13 +12,6 @@ class DataParallel(CommunicationHook):
     """Averages every gradient over the data-parallel dimension.
 
     It takes a mean, because the loss of each rank is a mean over its share of the batch.
-
-    Args:
-        axis: The mesh dimension; by default all data dimensions of the topology. After ``sharded``
-            it is an outer dimension, over which shards are averaged.
-        hook: How gradients are sent: a communication hook of torch's DistributedDataParallel. It is
-            a name, ``"bf16_compress_hook"``, or a table of name and options. See
-            `CommunicationHook`.
     """
 
     placement: Placement = Placement.REPLICATE

@@ -36,11 +36,6 @@ def refuse_unmatched(
 ) -> None:
     """Refuses patterns if none of them matches. An empty list of patterns is accepted.
 
-    Args:
-        option: Its name.
-        patterns: Its value.
-        parameters: All parameters of the model.
-
     Raises:
         ValueError: If no parameter matches.
     """

@@ -182,14 +182,7 @@ class NotComparedError(AgreementError):
 
 
 class _Run:
-    """One run of an audit.
-
-    Args:
-        audit: The audit.
-        steps: How many; None for one for each batch.
-        tolerance: Of a gradient; None to derive it.
-        owners: Optimizers that have stepped -> in which run.
-    """
+    """One run of an audit."""
 
     def __init__(
         self,

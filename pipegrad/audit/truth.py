@@ -246,13 +246,7 @@ class Cells:
     def flow(
         self, groups: Sequence[Sequence[Cell]], shift: int = 0, scale: float = 1.0
     ) -> tuple[Tensor, Flow]:
-        """Returns the losses of groups of microbatches, and gradients of their mean by outputs.
-
-        Args:
-            groups: Microbatches that one loss sees together.
-            shift: How many microbatches the targets are behind.
-            scale: Factor of the loss for the gradients.
-        """
+        """Returns the losses of groups of microbatches, and gradients of their mean by outputs."""
         losses, flow = list[Tensor](), Flow()
         for group in groups:
             with torch.enable_grad():

@@ -215,13 +215,6 @@ def write_checkpoint(
 ) -> None:
     """Writes a checkpoint into a folder, which appears when it is whole. All ranks call it.
 
-    Args:
-        folder: Of the checkpoint.
-        collect: Returns what this rank has; its error is that of all ranks.
-        head: What else the index says.
-        group: A gloo group of all ranks that nobody else uses now.
-        moves: Takes the time after each piece that is written; infinite while this rank waits.
-
     Raises:
         CheckpointError: If a rank fails; on all ranks. Nothing of the checkpoint stays.
     """

@@ -21,13 +21,7 @@ _ASK_SECONDS = 2.0  # then until it reads: ranks begin to stand, and look, at di
 
 
 class AbsentRanks:
-    """Warns of the ranks that are absent from what this rank is in.
-
-    Args:
-        store: All ranks use it.
-        prefix: Of keys in it, the same on all ranks.
-        rank: Of this process.
-    """
+    """Warns of the ranks that are absent from what this rank is in."""
 
     def __init__(self, store: SignedStore, prefix: str, rank: int) -> None:
         self.warn: Callable[[str], object] = _print

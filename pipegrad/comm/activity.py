@@ -352,11 +352,7 @@ class Account:
         self._failure, self._failed = failure_of(error, note), failed_at(error)
 
     def look(self, *, counts: bool = True) -> None:
-        """Looks whether the thread of verbs has gone on; call it often.
-
-        Args:
-            counts: Whether the time since the last look counts. In a debugger it never does.
-        """
+        """Looks whether the thread of verbs has gone on; call it often."""
         before, self._looked = self._looked, time.monotonic()
         if (place := _place()) != self._place:
             if place[1] != self._place[1]:

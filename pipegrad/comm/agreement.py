@@ -382,12 +382,7 @@ def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.
 
 
 def warn_once(words: str, key: str) -> None:
-    """Warns, unless a rank of this job has warned with this key. It waits for no rank.
-
-    Args:
-        words: Of the warning.
-        key: The same on all ranks, and of no other warning.
-    """
+    """Warns, unless a rank of this job has warned with this key. It waits for no rank."""
     # If the store is gone, the job is at its end.
     with contextlib.suppress(dist.DistNetworkError):
         if dist.is_initialized() and store().count(f"pipegrad/warned/{key}") > 1:

@@ -96,11 +96,6 @@ class CommStream:
     Each comm stream needs its own communicator for each set of ranks. Collectives of two streams
     on one communicator run one after the other.
 
-    Args:
-        name: For the thread, in stack dumps.
-        device: Where the tensors live.
-        threaded: Run tasks in a thread, because waiting for them blocks the host.
-
     Attributes:
         error: The first error that a task raised.
     """

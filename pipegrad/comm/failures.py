@@ -96,12 +96,7 @@ class FailureNotice:
         self._first = None
 
     def post(self, message: str, *, final: bool = False) -> str:
-        """Posts `message` for this step, unless a message is posted; returns it with its rank.
-
-        Args:
-            message: What failed.
-            final: Whether some collective will never end, so that no rank can go on.
-        """
+        """Posts `message` for this step, unless a message is posted; returns it with its rank."""
         if not dist.is_initialized():
             return message
         # A store takes no surrogates, as names of files may have.
@@ -118,13 +113,7 @@ class FailureNotice:
         return message
 
     def fail(self, error: BaseException, where: str = "", *, final: bool = False) -> str | None:
-        """Posts the error of this rank; returns the result of `cause`.
-
-        Args:
-            error: What was raised. Its notes are posted too.
-            where: What was running, if the notes do not contain it.
-            final: As in `post`.
-        """
+        """Posts the error of this rank; returns the result of `cause`."""
         notes = [*map(str, getattr(error, "__notes__", ())), *([where] if where else ())]
         self.post(" ".join([f"{type(error).__name__}: {told(error)}", *notes]), final=final)
         # Behind the post: the store has taken one first message of all ranks, so each rank reads
@@ -136,10 +125,6 @@ class FailureNotice:
         """Raises the words of the rank that failed before this one, if `fail` has read one.
 
         An interrupt stays one. All ranks raise a DriftError, and a StallError has the cause.
-
-        Args:
-            error: Of this rank.
-            kind: The class of the error that is raised instead.
         """
         stays = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
         if self._first is not None and not stays:
@@ -279,11 +264,6 @@ class FailedSteps:
     def post(self, error: BaseException, *, begins: bool, final: bool) -> str | None:
         """Posts for the other ranks that a step failed on this rank.
 
-        Args:
-            error: What was raised.
-            begins: Whether the step has not begun on this rank: it is the next one.
-            final: Whether this rank cannot go on.
-
         Returns:
             As `cause`.
         """
@@ -355,15 +335,7 @@ def make_report(
     alarm: str,
     draw: Drawing,
 ) -> FailureReport:
-    """Returns the report.
-
-    Args:
-        records: By rank, of the ranks that have answered.
-        silent: What is known of the ranks that have not.
-        reporter: The rank that makes the report.
-        alarm: What the first rank has noticed.
-        draw: Returns the grid of a pipeline, by its number, with marked cells, by row.
-    """
+    """Returns the report."""
     ranks, cause, kind = find_cause(records, silent, alarm)
     if any(records[rank].failure.error for rank in ranks[:1] if rank in records):
         reporter = ranks[0]

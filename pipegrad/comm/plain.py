@@ -85,10 +85,6 @@ def loads(content: bytes, kind: type[T]) -> T: ...
 def loads(content: bytes, kind: type | None = None) -> Any:
     """Returns the value that `dumps` has written.
 
-    Args:
-        content: Its bytes. They are not trusted.
-        kind: What the value must be; None for anything.
-
     Raises:
         MessageError: If they are no such value.
     """

@@ -42,10 +42,6 @@ _PIECE_BYTES = 2**22  # torch's store drops a client that sends 8 MiB at once
 class SignedStore:
     """A key-value store whose values are signed; see [Note: signed values].
 
-    Args:
-        store: Where they are.
-        within_seconds: For an answer. Who keeps the store may be stopped, or cut off.
-
     Attributes:
         raw: The same.
     """

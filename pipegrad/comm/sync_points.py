@@ -192,12 +192,7 @@ def using(other: Backend) -> Iterator[None]:
 
 
 class Site:
-    """A sync point: a line of code that orders one access after another.
-
-    Args:
-        name: Unique; the file and what is ordered, such as ``comm-stream.result``.
-        reason: What goes wrong without it.
-    """
+    """A sync point: a line of code that orders one access after another."""
 
     def __init__(self, name: str, reason: str) -> None:
         assert name not in sites

@@ -453,11 +453,6 @@ _SIGNS = {
 class Neighbours:
     """The processes of the other ranks of this machine, which learn of each other in the store.
 
-    Args:
-        store: All ranks use it.
-        prefix: Of keys in it, the same on all ranks.
-        rank: Of this process.
-
     Attributes:
         known: Number of a process, and when it began, by rank.
     """

@@ -48,12 +48,6 @@ class BucketState(Enum):
 class GradientBucket:
     """The gradients of one bucket on this rank, from step to step.
 
-    Args:
-        parameters: By slot.
-        memory: Of the bucket.
-        may_leave_early: Whether a gradient may be final before its stage's backward ends.
-        main_grad: Where gradients live; None for ``.grad``.
-
     Attributes:
         stages: Stages of this rank that add to these gradients.
         waiting: Those that may still do so in this step.
@@ -155,9 +149,6 @@ class GradientBucket:
     def check(self, *, continuing: bool) -> None:
         """Refuses gradients of the last step that would be reduced and divided once more.
 
-        Args:
-            continuing: Whether the step continues accumulated steps.
-
         Raises:
             StepError: Names the parameter.
         """
@@ -219,10 +210,6 @@ class GradientBucket:
 
     def begin(self, divisor: float, *, continuing: bool) -> None:
         """Starts a step, or continues it: each gradient is its slot.
-
-        Args:
-            divisor: Of this step.
-            continuing: Whether it continues accumulated steps.
 
         Sync: on the current stream.
         """

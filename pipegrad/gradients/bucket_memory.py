@@ -191,9 +191,6 @@ class BucketMemory:
     def complete(self, divisor: float) -> None:
         """Ends the writes of a step: the bucket may leave.
 
-        Args:
-            divisor: Of the step; means are divided besides.
-
         Sync: the current stream must be after all writes.
         """
         # One event for the whole bucket: whoever completes it has made the current stream wait for

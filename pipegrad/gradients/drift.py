@@ -33,11 +33,6 @@ Facts = tuple[int, tuple[tuple[int, ...], ...]]
 def make_equal(packs: Sequence[Pack], parameters: Parameters, groups: Groups) -> None:
     """Copies every parameter from the lowest rank that holds it to all replicas.
 
-    Args:
-        packs: This rank's parameters by route, in the order of all ranks.
-        parameters: Of this rank, by key.
-        groups: The communicators; those of comm stream 0 are used.
-
     Sync: on the current stream. One broadcast for each reduction of a pack, of a flat copy.
     """
     # Each broadcast starts at the owner of one reduction. Along a route, the owner of a later
@@ -56,12 +51,7 @@ def make_equal(packs: Sequence[Pack], parameters: Parameters, groups: Groups) ->
 
 
 def is_compared(number: int, every: int) -> bool:
-    """True if copies are compared in a step: 2, 4, 8 and so on, and then every `every` steps.
-
-    Args:
-        number: Of the step, from 1.
-        every: 0 for never.
-    """
+    """True if copies are compared in a step: 2, 4, 8 and so on, and then every `every` steps."""
     # A mistake in a program makes copies differ in its first steps, so comparisons are frequent
     # there. Later they look for what happens once in a long run.
     is_early = 1 < number < every and number & (number - 1) == 0
@@ -129,9 +119,6 @@ class DriftCheck:
 
         All ranks have the same count, with the steps that failed. The second call for a step counts
         nothing and returns False.
-
-        Args:
-            step: Its number; different for each step.
         """
         if self._groups.world is None or step == self._last_step:
             return False
@@ -219,10 +206,6 @@ def odd_copies(name: Name, facts: Mapping[int, Facts]) -> Iterator[str]:
     """Yields in words the sets of copies that differ: one for each set that must be equal. Pure.
 
     If more than half of the copies of a set are equal, the words name the ranks of the others.
-
-    Args:
-        name: Of the copies.
-        facts: Of each rank that has a copy.
     """
     key, is_main = name
     what = f"the master copy of {key!r}" if is_main else repr(key)

@@ -110,11 +110,7 @@ class MainParameter:
             self.source.copy_(self.tensor.data)
 
     def set_grad(self, gradient: Tensor | None) -> None:
-        """Sets ``.grad`` of `tensor`, in the dtype that the optimizer needs.
-
-        Args:
-            gradient: Of this step; None if no rank contributed.
-        """
+        """Sets ``.grad`` of `tensor`, in the dtype that the optimizer needs."""
         # A gradient of that dtype is not copied: `.grad` is a view of the bucket.
         self.tensor.grad = (
             None if gradient is None else gradient.detach().to(self.tensor.grad_dtype)
@@ -124,12 +120,7 @@ class MainParameter:
 def group_keys(
     records: Iterable[ParameterRecord], group_of: GroupOf | None
 ) -> list[tuple[dict[str, Any], list[str]]]:
-    """Returns the options and the keys of each parameter group: one for each set of options.
-
-    Args:
-        records: Of all ranks.
-        group_of: Record -> options of its group.
-    """
+    """Returns the options and the keys of each parameter group: one for each set of options."""
     # Groups come from the records of all ranks, so all ranks have the same groups in the same
     # order, some of them empty. A learning-rate schedule and a checkpoint need this.
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
@@ -143,12 +134,7 @@ def grouped(
     groups: Iterable[tuple[dict[str, Any], Sequence[str]]],
     main_parameters: Iterable[MainParameter],
 ) -> list[dict[str, Any]]:
-    """Returns parameter groups for torch.optim, some of which may be empty.
-
-    Args:
-        groups: Of all ranks, by `group_keys`.
-        main_parameters: Of this rank. Those in no group are left out.
-    """
+    """Returns parameter groups for torch.optim, some of which may be empty."""
     mains, parameter_groups = list(main_parameters), []
     for options, keys in groups:
         wanted = {*keys}
@@ -187,9 +173,6 @@ def uncut_names(records: Sequence[ParameterRecord]) -> dict[str, str]:
 
     If several stages use one name for parameters that are not tied, there is no such name. Then it
     is the key, such as ``"1.weight"``.
-
-    Args:
-        records: Of all ranks, from their lowest holders.
     """
     names = {record.key: record.key.partition(".")[2] for record in records}
     counts = Counter(names.values())

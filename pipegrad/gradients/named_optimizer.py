@@ -175,13 +175,6 @@ def named_optimizer(
 ) -> tuple[torch.optim.Optimizer, str]:
     """Returns an optimizer of the main parameters of this rank, and a text to compare with others.
 
-    Args:
-        parts: Of `parts_of`; if there are several, they become one optimizer.
-        group_of: Name and parameter on the meta device -> options of its group.
-        sharded: Keys of parameters that are updated in shards.
-        main_parameters: Of this rank.
-        locations: Key -> where along the mesh this rank's copy lives, as in ``"[tp=1]"``.
-
     Raises:
         PlanError: As `Part.make`.
     """

@@ -177,9 +177,6 @@ class NonFinite:
 def non_finite_keys(gradients: Mapping[str, torch.Tensor]) -> list[str]:
     """Returns the keys of the gradients that have an element that is not finite.
 
-    Args:
-        gradients: Of this rank, by key.
-
     Sync: on the current stream. The host waits for it once.
     """
     values = [g.coalesce().values() if g.is_sparse else local(g) for g in gradients.values()]
@@ -191,12 +188,7 @@ def non_finite_keys(gradients: Mapping[str, torch.Tensor]) -> list[str]:
 def merge_non_finite(
     manifest: Manifest, keys: Mapping[int, Sequence[str]]
 ) -> tuple[NonFinite, ...]:
-    """Returns the parameters of all ranks, by stage and position. Pure.
-
-    Args:
-        manifest: The agreed model.
-        keys: Of each rank, as `non_finite_keys` returns them.
-    """
+    """Returns the parameters of all ranks, by stage and position. Pure."""
     records = sorted(manifest.parameters, key=lambda record: (record.holders[0], record.position))
     names = uncut_names(records)
     found = {rank: frozenset(of_rank) for rank, of_rank in sorted(keys.items())}

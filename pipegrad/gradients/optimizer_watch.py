@@ -67,14 +67,6 @@ class News(IntFlag):
 class OptimizerWatch:
     """Checks each optimizer of this process before its step.
 
-    Args:
-        parameters: Of this rank.
-        parameter_sync: Knows whether main parameters were given to an optimizer.
-        name: Of the GradientSync, the same on all ranks.
-        alike: Whether each rank steps all parameters with the same gradients; see `steps_alike`.
-        on_refusal: A bound method; called with the error if an optimizer is refused.
-        refuse_reduced: A bound method; refuses a step of another sync with these parameters.
-
     Attributes:
         gradients: Whether there are gradients for an optimizer.
         optimizer: Returns the optimizer that was added last, while its user keeps it.

@@ -32,15 +32,6 @@ class ParameterSync:
     The end of a step makes it due, `publish` sends, and the first use of a stage waits. If no rank
     needs it, all of this does nothing.
 
-    Args:
-        plan: Of this rank.
-        parameters: Of this rank, by key.
-        buffers: The memory of parameters that it may write to, by number of their bucket.
-        reducer: It has the comm streams.
-        groups: The communicators.
-        is_needed: Whether any rank sends parameters or has a master copy, or replicas train alone.
-        device: Of the parameters.
-
     Attributes:
         before_publish: Called before parameters are sent: the step of an outer optimizer.
         coming: Stages whose parameters may still be on the wire.

@@ -20,12 +20,7 @@ _TRAITS = attrgetter("shape", "dtype", "grad_dtype", "requires_grad")  # may not
 
 
 class ParameterBuffer:
-    """The parameters of a bucket side by side, in the layout of the bucket.
-
-    Args:
-        bucket: The bucket.
-        device: Of the memory.
-    """
+    """The parameters of a bucket side by side, in the layout of the bucket."""
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket

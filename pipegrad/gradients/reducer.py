@@ -169,10 +169,6 @@ class Reducer:
     def leave(self, bucket: int, fill: Callable[[], None]) -> None:
         """Fills a bucket that is complete, and launches the collectives due now.
 
-        Args:
-            bucket: Its number.
-            fill: Writes what is left of it. It is not called for a bucket that has left.
-
         Sync: `fill` runs on the current stream, collectives on the comm streams. May be called from
         autograd's threads.
         """
@@ -308,12 +304,7 @@ class Reducer:
 
     @contextmanager
     def reporting(self, description: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Posts an error that is raised inside for the other ranks; raises it as a ReduceError.
-
-        Args:
-            description: What is done, in the same words on all these ranks.
-            ranks: That take part.
-        """
+        """Posts an error that is raised inside for the other ranks; raises it as a ReduceError."""
         try:
             with Activity(description, ranks):
                 yield

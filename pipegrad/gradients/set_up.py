@@ -294,11 +294,7 @@ def _in_words(
 
 
 def kind_of_machine(device: torch.device) -> str:
-    """Returns a text that is equal on ranks that round alike: device, threads, version of torch.
-
-    Args:
-        device: Of the rank's parameters.
-    """
+    """Returns a text that is equal on ranks that round alike: device, threads, version of torch."""
     version = f"torch {torch.__version__}"
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {version}"
@@ -425,13 +421,7 @@ class Parts:
 def _parameters(
     agreed: Agreed, modules: Mapping[int, nn.Module], buffers: Mapping[int, ParameterBuffer]
 ) -> dict[str, Param]:
-    """Returns this rank's parameters by key, with what its optimizer steps.
-
-    Args:
-        agreed: The agreed model and plan.
-        modules: This rank's stages.
-        buffers: The memory of parameters that a parameter sync may write to, by bucket.
-    """
+    """Returns this rank's parameters by key, with what its optimizer steps."""
     # A tied parameter that several stages of this rank hold is one Param: `link_local` has made it
     # one object. It is final when all of these stages are.
     manifest, plan = agreed.manifest, agreed.plan

@@ -92,11 +92,6 @@ class PairSum:
     ) -> Work:
         """Sends this rank's part; the returned work ends when the sum is in the buffer.
 
-        Args:
-            buffer: Payload and flags, flat.
-            arriving: On the first rank, the posted receive of the second rank's part.
-            group: Of the two ranks.
-
         Sync: the work is a `LateWork`. The host needs the number of rows: its wait blocks the host,
         on devices too.
         """
@@ -171,11 +166,6 @@ def _message(
     """Returns one tensor of bytes for some of the rows: the values of all, then their numbers.
 
     And views of it: numbers ``(count,)`` and values ``(count, width)`` for each entry of `rows`.
-
-    Args:
-        rows: All rows of the buffer.
-        counts: For each entry of `rows`, the number of rows in the message.
-        like: A tensor with the dtype and device of the values.
     """
     sizes = [count * each.width for count, each in zip(counts, rows, strict=True)]
     nbytes = sum(sizes) * like.itemsize

@@ -179,10 +179,6 @@ def refuse_other_shapes(stage: Any) -> None:  # noqa: ANN401 - torch's, with pri
 def refuse_written_outputs(stage: PipelineStageBase, versions: dict[tuple[int, int], int]) -> None:
     """Refuses a forward that wrote into outputs of an earlier one, which torch may still send.
 
-    Args:
-        stage: torch's stage, right after a forward.
-        versions: By microbatch and number, of the outputs whose backward has not run; changed.
-
     Raises:
         StepError: Names the stage and both microbatches.
     """

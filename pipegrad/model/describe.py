@@ -187,11 +187,6 @@ def make_manifest(
 def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[Tie]) -> Manifest:
     """Returns the model that the manifests of all ranks describe. Pure.
 
-    Args:
-        manifests: One for each rank of the topology, by ascending rank.
-        topology: Of any rank.
-        ties: The declarations, the same on all ranks.
-
     Raises:
         AgreementError: If ranks disagree. It lists the ranks and their values.
         PlanError: If a tie names a parameter that no stage holds, or parameters that cannot be

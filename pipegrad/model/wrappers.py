@@ -57,13 +57,7 @@ def reshard(parts: Iterable[FSDPModule]) -> None:
 
 
 def is_imported_kind(value: object, module: str, name: str) -> bool:
-    """True if a value is an instance of a class whose module is slow to import.
-
-    Args:
-        value: Anything.
-        module: Full name of the module that has the class.
-        name: Of the class.
-    """
+    """True if a value is an instance of a class whose module is slow to import."""
     # If nobody has imported the module, no such instance exists. While the module is imported, the
     # class may be missing in it.
     kind = getattr(sys.modules.get(module), name, None)

@@ -117,10 +117,6 @@ def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examinati
 
     All ranks call it together; a process alone may, too.
 
-    Args:
-        device: Of this rank.
-        timeout_seconds: How long to wait for the slowest rank, each time ranks meet.
-
     Raises:
         AgreementError: If a rank does not answer. It is named.
     """

@@ -35,13 +35,7 @@ Pair = tuple[int, int]  # the rank that sends, and the rank that receives
 
 
 class Wires:
-    """Sends and receives bare messages over the communicators of a pipeline.
-
-    Args:
-        edges: The communicators.
-        rank: The pipeline rank.
-        device: Where messages are.
-    """
+    """Sends and receives bare messages over the communicators of a pipeline."""
 
     def __init__(self, edges: Edges, rank: int, device: torch.device) -> None:
         self._edges = edges
@@ -87,14 +81,6 @@ def measure_links(
     """Returns what messages take on each of these links; the same on all ranks.
 
     All ranks of the pipeline call it, between steps.
-
-    Args:
-        edges: The communicators of the pipeline.
-        rank: The pipeline rank.
-        ranks: The global ranks of the pipeline.
-        pairs: The links, each with a communicator.
-        device: Where messages are.
-        timeout_seconds: How long to wait for the slowest rank, for each size of message.
 
     Raises:
         AgreementError: If a rank does not take part.
@@ -188,11 +174,6 @@ def machine_name() -> str:
 
 
 def network_of(links: Sequence[LinkCosts], hosts: Sequence[str]) -> Network:
-    """Returns the network of links that were measured; each link has its own rate.
-
-    Args:
-        links: What each does alone.
-        hosts: For each pipeline rank what `host_name` returns there.
-    """
+    """Returns the network of links that were measured; each link has its own rate."""
     names = list(dict.fromkeys(hosts))
     return Network(hosts=tuple(map(names.index, hosts)), links=tuple(links))

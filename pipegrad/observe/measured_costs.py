@@ -377,12 +377,7 @@ _REPEATS = 3
 
 
 def measured_codecs(scheduler: Scheduler, specs: Mapping[int, Spec]) -> tuple[CodecCosts, ...]:
-    """Returns what the codecs of a Scheduler cost, timed on this rank alone.
-
-    Args:
-        scheduler: Whose codecs.
-        specs: What values look like, by link.
-    """
+    """Returns what the codecs of a Scheduler cost, timed on this rank alone."""
     crossing = dict[tuple[Hop, Carried], list[Spec]]()
     for link, kind, source, target in scheduler.program.channels:
         carried: Carried = "activations" if kind == "F" else "gradients"
@@ -401,11 +396,6 @@ def with_codecs(costs: Costs, choice: CodecChoice, program: Program) -> Costs:
 
     What the costs know of them stays. Of the others values are taken for float32 in rows of 1,024,
     and encoding takes no time: nothing is measured.
-
-    Args:
-        costs: Of a job.
-        choice: Its codecs.
-        program: What its ranks do.
     """
     chosen = ((known, choice.of(known.ranks, known.carries)) for known in costs.codecs)
     kept = [known for known, codec in chosen if codec is not None and codec.name == known.codec]

@@ -101,11 +101,6 @@ def read_clock(edges: Edges, rank: int, num_ranks: int) -> Reading:
     """Returns how far this rank's clock is from that of the first rank of its pipeline.
 
     All ranks of the pipeline call it, between steps.
-
-    Args:
-        edges: The communicators of the pipeline.
-        rank: The pipeline rank.
-        num_ranks: Of the pipeline.
     """
     machine = machine_name()
     if rank == 0:
@@ -302,12 +297,6 @@ def assembled(
     collectives: tuple[Collective, ...] = (),
 ) -> Timeline:
     """Returns one timeline of what ranks have recorded.
-
-    Args:
-        owns: Of each rank.
-        clocks: The clock of each of these ranks.
-        program: Of a step.
-        collectives: The reductions of the pipeline.
 
     Raises:
         ScheduleError: If there is no step that all of them have recorded.

@@ -43,18 +43,7 @@ def clock(device: torch.device) -> float:
 
 
 class StageAlone:
-    """One stage without its pipeline, and one microbatch.
-
-    Args:
-        stage: The stage.
-        inputs: Its inputs, in order.
-        received: Those of them that come from other stages.
-        target: What `loss_fn` reads, which lives on without it.
-        loss_fn: Of the last stage; None elsewhere.
-        is_weighted: Whether `loss_fn` returns sums with weights.
-        splits: Whether the schedule splits backwards.
-        device: Where it computes.
-    """
+    """One stage without its pipeline, and one microbatch."""
 
     def __init__(
         self,
@@ -222,17 +211,6 @@ def profile_stages(
 
     The stages are not changed. They need no process group, and only one of them computes at a time.
     What the optimizer takes is not measured. `measure_costs` does the same on the ranks of a job.
-
-    Args:
-        stages: All stages, in order, on `device`.
-        microbatch: The external inputs, by name.
-        target: What `loss_fn` gets.
-        loss_fn: Takes the last stage's outputs and the target. Without it, the outputs of the last
-            stage are the roots of its backward.
-        splits: Whether backwards are split into I and W.
-        is_weighted: Whether `loss_fn` returns sums with weights, as for "token_mean".
-        device: Where to compute.
-        repeats: Of each pass; the median counts.
 
     Raises:
         ScheduleError: If stages are missing, or an input of one is.

@@ -63,14 +63,7 @@ class _Extend(torch.autograd.Function):
 
 
 def _extended(before: Tensor | None, new: Tensor, end: int, length: int) -> Tensor:
-    """Returns keys or values with new ones behind them, in the buffer of those before.
-
-    Args:
-        before: Those of earlier chunks, up to the new ones; None if there are none.
-        new: Of this chunk, ``(..., tokens, width)``.
-        end: Tokens of the text, up to this chunk.
-        length: Tokens of the whole text.
-    """
+    """Returns keys or values with new ones behind them, in the buffer of those before."""
     if type(new) is not Tensor:  # it has no memory of its own, such as a fake one
         return new if before is None else torch.cat([before, new], -2)
     shape = *new.shape[:-2], length, new.shape[-1]
@@ -164,10 +157,6 @@ class CarriedCache:
     ) -> tuple[dict[str, object], dict[str, int | None]]:
         """Returns what may be cut into chunks of time; see `BatchRules`.
 
-        Args:
-            given: What the step is given, by name.
-            shifted: Shifts labels for the model's own loss; None if it is not used.
-
         Raises:
             StepError: If a chunk cannot have its part of it.
         """
@@ -215,13 +204,7 @@ class CarriedCache:
                 )
 
     def lengths(self, length: int, number: int, *, flops: float) -> list[int]:
-        """Returns lengths of chunks that cost as much as each other; see `Cut.chunks`.
-
-        Args:
-            length: Tokens of the whole text.
-            number: How many chunks.
-            flops: Of the layers, for each token, without what it costs to attend to others.
-        """
+        """Returns lengths of chunks that cost as much as each other; see `Cut.chunks`."""
         config = self._config
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -246,11 +229,6 @@ class CarriedCache:
         self, module: nn.Module, batch: Any, state: Any
     ) -> Iterator[tuple[Mapping[str, object], Mapping[str, object], Callable[[], object]]]:
         """Yields what a stage is given of a chunk.
-
-        Args:
-            module: The stage.
-            batch: Of the chunk, as `in_time` has made it, or of a text that is not cut.
-            state: What the chunk before has handed on; None in the first one.
 
         Yields:
             What the model is given of this chunk; the cache, by the name of its argument, and
@@ -310,11 +288,6 @@ def _layers_of(module: nn.Module) -> set[int]:
 @contextmanager
 def documents(positions: Tensor | None, rows: int, implementation: str) -> Iterator[None]:
     """Hides documents of a packed row from each other, as transformers does without a cache.
-
-    Args:
-        positions: Of the whole text; a document begins where they do not go on.
-        rows: How many texts there are.
-        implementation: Of attention.
 
     Raises:
         StepError: If flash attention is asked, which would see other documents.

@@ -27,20 +27,7 @@ _MOST_OFF = 2e-4  # the error of a loss in parts, relative to the loss
 
 
 class CutStage(Stage):
-    """A stage of a cut, as a Scheduler runs it.
-
-    Args:
-        part: The stage.
-        index: Which one.
-        conventions: What the model takes and returns.
-        is_last: Whether it is the last one.
-        labels: Names of what the model's own loss needs; empty if it is not wanted.
-        head: The layer whose logits wait until all are needed; "" if none do.
-        recompute: As `Stage`.
-        layers: Its layers; see `Stage.layers`.
-        carry: What it carries between chunks of time, if it can.
-        shifts: Whether labels are shifted before time is cut, for the model's own loss.
-    """
+    """A stage of a cut, as a Scheduler runs it."""
 
     def __init__(
         self,
@@ -148,13 +135,7 @@ class CutStage(Stage):
     def _run(
         self, edges: Sequence[object], batch: object, cached: Mapping[str, object] | None = None
     ) -> object:
-        """Returns what the module returns, by name if it is the last stage.
-
-        Args:
-            edges: What earlier stages send.
-            batch: What no stage names.
-            cached: What a chunk of time is given besides; its labels are shifted.
-        """
+        """Returns what the module returns, by name if it is the last stage."""
         assert isinstance(batch, Mapping)
         arguments = self._conventions.arguments(batch) | dict(cached or {})
         labels = {n: arguments[n] for n in self._labels if arguments.get(n) is not None}
@@ -200,13 +181,7 @@ def own_loss(
     metrics: Sequence[str],
     *values: Any,  # noqa: ANN401 - outputs and labels
 ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-    """Returns a model's own loss, summed over a microbatch, its number of labels, and metrics.
-
-    Args:
-        conventions: What the model takes and returns.
-        metrics: Names of what the last stage returns in front of the loss.
-        *values: The outputs of the last stage, then labels.
-    """
+    """Returns a model's own loss, summed over a microbatch, its number of labels, and metrics."""
     *outputs, loss, target = values
     labels = target if isinstance(target, Mapping) else {conventions.labels[0]: target}
     found = outputs[len(outputs) - len(metrics) :]

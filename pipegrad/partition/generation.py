@@ -52,10 +52,6 @@ _GATHER = "gather the model by cut.gather(), and generate there"
 class Link:
     """Sends what layers return to all ranks of a pipeline.
 
-    Args:
-        topology: With the stages of its ranks; None if one process has them all.
-        device: Of the stages.
-
     Attributes:
         topology: The argument.
         ranks: The global ranks of the pipeline.
@@ -223,13 +219,7 @@ def _parts_of(cache: Any) -> list[tuple[Any, Any]]:
 
 
 def _packed(value: Any, caches: Sequence[Any], tensors: list[Tensor] | None = None) -> Any:
-    """Returns a value as plain data, in which a tensor on the meta device has the shape of one.
-
-    Args:
-        value: What a layer returned, or the attributes of an entry of a cache.
-        caches: That a layer may return.
-        tensors: Collects tensors. Without it their shapes are enough.
-    """
+    """Returns a value as plain data, in which a tensor on the meta device has the shape of one."""
 
     def packed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -269,16 +259,7 @@ def generate(
     inputs: Sequence[object],
     named: Mapping[str, object],
 ) -> Any:
-    """Returns what ``generate`` of the uncut model returns; see `Cut.generate`.
-
-    Args:
-        uncut: The model of transformers or peft, on the meta device.
-        parts: All stages.
-        held: Those of this rank.
-        topology: With the stages of ranks; None if this process has them all.
-        inputs: Of ``generate``, by position.
-        named: Of ``generate``, by name.
-    """
+    """Returns what ``generate`` of the uncut model returns; see `Cut.generate`."""
     stages = [part.module for part in parts]
     device = next(p.device for stage in held for p in stages[stage].parameters())
     link = Link(topology, device)
@@ -345,13 +326,6 @@ def _shared_model(
     """Returns a copy of the uncut model whose layers all ranks of a pipeline call together.
 
     All ranks call it. The layers of this rank are those of its stages.
-
-    Args:
-        uncut: The uncut model.
-        stages: All of them.
-        held: Those of this rank.
-        link: Between the ranks.
-        needed: Names of what code between layers uses on any stage: it runs on every rank.
     """
     layers = _layers_of(stages, link)
     here = tensors_of([stages[stage] for stage in held], {})

@@ -16,12 +16,7 @@ _MERGING = ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload")
 
 
 class _Refusal:
-    """A hook that refuses what would read layers of other ranks.
-
-    Args:
-        module: Of the uncut model. Its copies, as in stages, have this hook, and may run.
-        words: Why, and what to do.
-    """
+    """A hook that refuses what would read layers of other ranks."""
 
     def __init__(self, module: nn.Module, words: str) -> None:
         self._module = weakref.ref(module)

@@ -35,11 +35,6 @@ def write_html(timelines: Sequence[Timeline], path: Path | str, *, title: str = 
 
     The page needs a browser of 2023 or later (`DecompressionStream`), and no network.
 
-    Args:
-        timelines: One or two. A prediction and the run that it predicts are laid over each other.
-        path: The file to write.
-        title: Of the page; by default the names of the timelines.
-
     Raises:
         ScheduleError: If a timeline cannot be drawn.
     """

@@ -1,7 +1,8 @@
-"""What runs where?
+"""The pipeline of one rank: its stages, its steps, and the transfers to other ranks.
 
-`scheduler` is the page to read first. `steps` is one step from a batch to its result, item by item,
-`cells` the forwards and backwards. `values` has the life of a value, and `transfers` sends it to
-other ranks. `batch` cuts what a step is given, and `loss_message` is the loss of all ranks.
-`split_backward` is the backward in two parts. `stage` is what users give.
+Read `scheduler` first. `steps` runs one step from a batch to its result, item by item, and `cells`
+runs the forwards and backwards. `values` follows a value from its producer to its consumers, and
+`transfers` sends it to other ranks. `batch` cuts the inputs of a step, and `loss_message` collects
+the loss of all ranks. `split_backward` runs a backward in two parts. `stage` defines the stages
+that users pass.
 """

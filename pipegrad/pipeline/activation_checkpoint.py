@@ -2,10 +2,11 @@
 
 The second forward runs right before the backward, and makes the graph that the backward needs.
 
-[Note: second forwards] The gradient is that of the second forward, and the loss that of the first.
-So both must be equal. The global random generators of torch, Python and numpy, and the buffers, are
-put back. A module may draw from a generator of its own, or count its calls: nobody knows of that.
-So all bits of the outputs are compared, by a number of them.
+[Note: second forwards] The gradient comes from the second forward, and the loss from the first one.
+Both forwards must be equal, because otherwise the gradient would belong to another loss. The states
+of the global random generators of torch, Python and numpy, and the buffers, are restored before the
+second forward. A module may also draw from a generator of its own, or count its calls, and pipegrad
+cannot detect that. Therefore a number that depends on all bits of the outputs is compared.
 """
 
 from __future__ import annotations
@@ -34,24 +35,20 @@ Outputs = tuple[Tensor, ...]
 
 
 class FirstForward(NamedTuple):
-    """What the second forward of a microbatch needs: see [Note: second forwards]."""
+    """The state that the second forward of a microbatch restores: see [Note: second forwards]."""
 
     versions: list[int]  # of its inputs
     generators: tuple[object, Any, list[Tensor]]  # states of Python's, numpy's and torch's
     buffers: dict[str, Tensor]
-    number: int | Tensor | None  # of what the first one returned
+    number: int | Tensor | None  # of the first forward's outputs
 
 
 class Recompute:
     """The forwards of one stage that will run again, with the same random numbers and buffers.
 
-    A forward may change a buffer, such as a running mean. For the second forward its old value is
-    put back, so the result is the same. Afterwards the new value is put back: a counter counts each
-    forward once.
-
-    Args:
-        module: The module of the stage.
-        device: Where its parameters are.
+    A forward may change a buffer, such as a running mean. The second forward gets the old values,
+    because it must return the same result. Afterwards the new values are restored: a counter counts
+    each forward once.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -60,15 +57,15 @@ class Recompute:
         self._changing: set[str] | None = None  # names; None before the first forward
 
     def first(self, values: Values, forward: Callable[[], Outputs]) -> tuple[Outputs, FirstForward]:
-        """Runs a forward whose graph is not needed; also returns what the second one needs.
+        """Runs a forward without keeping its graph; also returns the state for the second one.
 
         Raises:
             StepError: If it changes a buffer that the very first forward did not change.
         """
         buffers = dict(self._module.named_buffers())
         before = {name: buffer._version for name, buffer in buffers.items()}
-        # Nobody declares which buffers a forward changes. So the very first forward keeps a copy of
-        # all buffers, and later forwards keep only those that have changed in it.
+        # No module declares which buffers its forward changes. The very first forward keeps a copy
+        # of all buffers, and later forwards copy only those that changed in it.
         copies = {
             name: buffer.clone()
             for name, buffer in buffers.items()
@@ -99,7 +96,7 @@ class Recompute:
 
     @contextmanager
     def again(self, first: FirstForward, values: Values) -> Iterator[None]:
-        """Makes a forward inside equal to the first one, and undoes its side effects afterwards.
+        """Makes a forward in its body equal to the first one, and undoes its side effects.
 
         Raises:
             StepError: If an input was changed in place since.
@@ -139,7 +136,7 @@ class Recompute:
 
 
 def compare(first: FirstForward, outputs: Outputs, what: str) -> int | Tensor:
-    """Compares the outputs of a second forward with those of the first one.
+    """Compares the outputs of a second forward with the outputs of the first one.
 
     Returns:
         0; on a device, which the host does not wait for, 1 if they differ.

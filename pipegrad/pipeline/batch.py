@@ -1,30 +1,34 @@
-"""Batch: what a step is given on this rank, by name, cut into microbatches or ready.
+"""Batch: the inputs of a step on this rank, by name, cut into microbatches or ready.
 
-1. `Batches.cut` finds the name of each value, and takes those that stages of this rank need. What
-   comes from a graph of the caller's is cut off it: [Note: outer graphs].
-2. A table says how each leaf is cut: its path -> the sizes of the pieces, and the dimension. What
-   has no entry goes whole to every piece. `_split` cuts by it: along rows, and then along time.
+1. `Batches.cut` finds the name of each value, and selects the values that stages of this rank need.
+   It detaches tensors from a graph of the caller: [Note: outer graphs].
+2. A table has the path of each leaf to cut, the sizes of its pieces, and the dimension. A value
+   without an entry goes whole to every piece. `_split` cuts by the table: along rows, and then
+   along time.
 
-[Note: the rest] The stages of a `Cut` run the uncut model's own code, so each of them needs the
-model's arguments, and these may be others in another step. An input of such stages is a mapping of
-all that a step is given and that no stage names. Up to the end it is kept name by name, so all
-rules for inputs hold for each of them. One more holds: a tensor of one row beside tensors of more
-rows, such as position_ids, goes whole to every microbatch, as it would be broadcast in the model.
+[Note: the rest] The stages of a `Cut` run the uncut model's own code. Each of them needs the
+model's arguments, and these may differ from step to step. An input of such stages is a mapping of
+all arguments of a step that no stage names. It is kept name by name until the end of `cut`, because
+all rules for inputs hold for each of them. One more rule holds: a tensor of one row, such as
+position_ids, goes whole to every microbatch if other tensors have more rows, as it would be
+broadcast in the model.
 
-[Note: rows of samples] A tensor may have other rows than samples: one for each image, or for each
-patch of one. ``rows_of`` has how many of them each sample has, in the order of samples, and so they
-are cut where samples are. Stages that run a model's own code know some of these numbers themselves
-(`BatchRules`). A microbatch without rows gets a tensor without rows.
+[Note: rows of samples] The rows of a tensor may be no samples: for example, one row for each image,
+or for each patch of an image. ``rows_of`` has the number of rows of each sample, in the order of
+samples, and the tensor is cut at the borders of samples. Stages that run a model's own code derive
+some of these numbers from other inputs (`BatchRules`). A microbatch without rows gets a tensor
+without rows.
 
 [Note: outer graphs] An input may have a graph of the caller's, such as an encoder's output. The
-pipeline runs a backward for each microbatch, and the caller's graph can be run only once. So such a
-value is cut off its graph, before it is cut into microbatches. Their backwards add to the gradient
-of one leaf, which goes into the graph when the step ends.
+pipeline runs a backward for each microbatch, but the caller's graph can be run only once. Therefore
+the value is detached from its graph before it is cut into microbatches. The backwards of all
+microbatches add to the gradient of one leaf, and this gradient goes into the graph at the end of
+the step.
 
 [Note: chunks of time] With ``chunks`` each microbatch is cut once more, along the dimension of
 time, and each chunk counts as a microbatch: chunk c of microbatch m is number m * chunks + c. A
 tensor that has as many dimensions is cut. All of them have the same length there, or `time_dim`
-names them. What has no time, such as a number for each row, goes whole to every chunk.
+names them. A value without time, such as a number for each row, goes whole to every chunk.
 """
 
 from __future__ import annotations
@@ -49,13 +53,12 @@ _TimeDims = Mapping[str, int | None]  # by name or path; "" for those without on
 
 
 class Batch(NamedTuple):
-    """What a step is given: the arguments of `Scheduler.step` and of `Scheduler.evaluate`.
+    """The arguments of `Scheduler.step` and of `Scheduler.evaluate`.
 
     Attributes:
-        chunks: Into how many chunks of time, or their lengths; None if the Scheduler's own number
-            is right.
-        time_dim: The dimension of time, or for each name its own, None if it has no time.
-        error: Why this rank cannot take the step; None if it can.
+        chunks: The number of chunks of time, or their lengths; None for the Scheduler's own number.
+        time_dim: The dimension of time; or a dimension by name, None if the input has no time.
+        error: The reason why this rank cannot run the step; None if it can.
     """
 
     inputs: Sequence[object]
@@ -72,7 +75,7 @@ class Batch(NamedTuple):
 
     @property
     def number(self) -> int | None:
-        """How many microbatches it asks for; None if the Scheduler's own number is right."""
+        """The number of microbatches of this step; None for the Scheduler's own number."""
         if isinstance(self.microbatches, tuple | list):
             return len(self.microbatches)
         return self.num_microbatches
@@ -83,14 +86,14 @@ class Given:
     """The microbatches of a step.
 
     Attributes:
-        passed: Everything that this rank was given, by name.
-        inputs: For each external input that this rank needs its microbatches.
-        targets: The same of the target; None if there is none.
+        passed: All inputs of this rank, and the target, by name.
+        inputs: The microbatches of each external input that this rank needs.
+        targets: The microbatches of the target; None if there is none.
         rows: Samples of the batch; None if it was not cut.
         length: Its length in time, if that was cut into chunks alike for all rows; else None.
-        sizes: How much of the batch each microbatch has, if that is known; else empty.
+        sizes: The share of the batch in each microbatch, if that is known; else empty.
         cut: The tensors that are cut, by name and path.
-        report: What was done with each value, by name and path, in words.
+        report: The treatment of each value, in words, by name and path.
     """
 
     passed: _Values = field(default_factory=dict)
@@ -104,18 +107,10 @@ class Given:
 
 
 class Batches:
-    """Turns what steps are given into microbatches.
-
-    Args:
-        wiring: Which external inputs stages take.
-        stages: The stages of this rank.
-        rules: What these know of their inputs.
-        has_loss: Whether there is a loss_fn.
-        whole: Names of values that every microbatch gets whole.
-        labels: Names of the inputs that are the target, too.
+    """Turns the arguments of steps into microbatches.
 
     Attributes:
-        outer: Those values of the last batch that have a graph of the caller's.
+        outer: The values of the last batch that have a graph of the caller's.
     """
 
     def __init__(
@@ -146,13 +141,7 @@ class Batches:
         self.outer = OuterGraphs()
 
     def cut(self, batch: Batch, number: int, chunks: int = 1, *, needs_target: bool) -> Given:
-        """Returns the microbatches of what this rank takes of a batch.
-
-        Args:
-            batch: What the step is given.
-            number: How many microbatches rows are cut into.
-            chunks: How many chunks of time each of them is cut into, and each is a microbatch.
-            needs_target: Whether the rank of the last stage must have a target.
+        """Returns the microbatches of the inputs that this rank needs.
 
         Raises:
             StepError: If inputs are missing, given twice, unknown, or cannot be cut.
@@ -183,7 +172,7 @@ class Batches:
 
         Sync: the host waits for the device.
         """
-        # Each rank may compute a value with a graph by itself, with dropout of its own.
+        # Each rank may compute a value with a graph on its own, with its own dropout.
         numbers = {
             name: number_of(value)
             for name, value in given.passed.items()
@@ -243,7 +232,7 @@ class Batches:
         return {name: value for name, value in fields.items() if name not in others}
 
     def _taken_here(self, passed: _Values, *, needs_target: bool) -> _Values:
-        """Returns what the stages of this rank take, and the target of the last stage."""
+        """Returns the inputs of this rank's stages, and the target if it has the last stage."""
         missing = [name for name in self._needed if name not in passed]
         if missing:
             raise StepError(
@@ -322,7 +311,7 @@ class Batches:
     def _in_microbatches(
         self, given: Given, batch: Batch, number: int, *, needs_target: bool
     ) -> list[_Values]:
-        """Returns what this rank takes of a batch, cut along its rows."""
+        """Returns the inputs of this rank's stages, cut along their rows."""
         given.passed = self._by_name(batch.inputs, batch.named, batch.target)
         values = self._taken_here(given.passed, needs_target=needs_target)
         counts = self._counts(batch.rows_of, values)
@@ -354,15 +343,7 @@ class Batches:
         counts: Mapping[str, Sequence[int]],
         number: int,
     ) -> _Table:
-        """Returns how tensors are cut into microbatches.
-
-        Args:
-            given: Learns how many rows there are.
-            tensors: That may be cut, by path.
-            along: The dimension of samples, where it is not the first.
-            counts: How many rows each sample has, where these are no samples.
-            number: How many microbatches there are.
-        """
+        """Returns the table by which tensors are cut into microbatches."""
         dims = {path: along.get(path) or 0 for path in tensors}
         lengths = {path: x.shape[dims[path]] for path, x in tensors.items()}
         counts = {path: numbers for path, numbers in counts.items() if path in tensors}
@@ -374,8 +355,8 @@ class Batches:
                 )
         rows = {path: length for path, length in lengths.items() if path not in counts}
         if self._rest is not None and max(rows.values(), default=1) > 1:
-            # Beside tensors of many rows, one of a single row belongs to no sample: a mask or
-            # positions for all.
+            # If other tensors have many rows, one of a single row belongs to no sample: it is a
+            # mask, or positions, for all of them.
             rows = {path: length for path, length in rows.items() if length > 1}
         samples = rows or {path: len(numbers) for path, numbers in counts.items()}
         if len(set(samples.values())) > 1 or any(n < number for n in samples.values()):
@@ -406,9 +387,9 @@ class Batches:
         return table
 
     def _counts(self, rows_of: object, values: _Values) -> dict[str, list[int]]:
-        """Returns how many rows each sample has of tensors whose rows are no samples.
+        """Returns the number of rows of each sample, by tensor, where rows are no samples.
 
-        The caller says it, or a model knows it.
+        The numbers of the caller override those of the model.
         """
         if not isinstance(rows_of, Mapping | None):
             raise StepError(
@@ -478,13 +459,7 @@ class Batches:
 def _by_time(
     values: Mapping[str, object], dims: _TimeDims, asked: list[int] | None, chunks: int
 ) -> _Table:
-    """Returns how the tensors of a microbatch are cut into chunks of time.
-
-    Args:
-        values: By name.
-        dims: Where time is.
-        asked: The lengths of chunks; None if they are even.
-        chunks: How many there are.
+    """Returns the table by which tensors of a microbatch are cut into chunks of time.
 
     Raises:
         StepError: If tensors differ, or cannot be cut like that.
@@ -519,7 +494,7 @@ def _in_words(sizes: Sequence[int]) -> str:
 
 
 def _split(values: Mapping[str, Any], table: _Table, number: int) -> list[_Values]:
-    """Returns the values of each piece: what the table has is cut, all else is in each of them."""
+    """Returns the values of each piece: tensors in the table are cut, all others are whole."""
     pieces: list[_Values] = [{} for _ in range(number)]
     for name, value in values.items():
         leaves, rebuilt = flattened(value)
@@ -538,16 +513,16 @@ def _split(values: Mapping[str, Any], table: _Table, number: int) -> list[_Value
     return pieces
 
 
-# What a step returns.
+# Outputs of a step.
 
 
 def joined(
     outputs: Sequence[tuple[Tensor, ...]], chunks: int = 1, time_dim: int = 1
 ) -> tuple[Any, ...]:
-    """Returns outputs of all microbatches, each in one tensor, or one for each microbatch.
+    """Returns outputs of all microbatches, each in one tensor, or in a tuple with one for each.
 
-    The second is what there is of microbatches whose outputs differ beyond the first dimension.
-    Those of the chunks of a sequence are joined along the dimension of time, or a new last one.
+    An output is a tuple if its microbatches differ beyond the first dimension. Outputs of the
+    chunks of a sequence are joined along the dimension of time, or along a new last one.
     """
     columns: Any = zip(*outputs, strict=True)
     if chunks > 1:
@@ -561,7 +536,8 @@ def joined(
 def joined_tree(parts: Sequence[object]) -> object:
     """Returns the values of all microbatches in one, tensors as `joined`.
 
-    What is not cut is that of the first one. Trees of other structures stay a tuple of them.
+    A value that was not cut is taken from the first one. Trees that differ in structure stay a
+    tuple.
     """
     trees = [flattened(part) for part in parts]
     if len({tuple(path for path, _ in leaves) for leaves, _ in trees}) > 1:
@@ -591,10 +567,10 @@ def has_graph(leaf: object) -> TypeGuard[Tensor]:
 
 
 class OuterGraphs:
-    """The values of a step that were cut off their graphs; see [Note: outer graphs].
+    """The values of a step that were detached from their graphs; see [Note: outer graphs].
 
     Attributes:
-        leaves: What stages read instead; the same list in all steps.
+        leaves: The leaves that stages read instead; the same list in all steps.
     """
 
     def __init__(self) -> None:
@@ -618,14 +594,11 @@ class OuterGraphs:
         return self._cut_off[id(value)][1]
 
     def backward(self, divisor: Tensor | float) -> None:
-        """Runs one backward through the graphs that the values came from.
-
-        Args:
-            divisor: What the gradients of all microbatches are still to be divided by.
+        """Runs one backward through the graphs of the values.
 
         Sync: on the current stream.
         """
-        # A divisor on the device is a float64, and would make a gradient without dimensions one.
+        # A divisor on the device is float64, and would turn a gradient without dimensions into one.
         reached = [
             (x, (leaf.grad / divisor).to(leaf.grad.dtype))
             for x, leaf in self._cut_off.values()
@@ -636,6 +609,6 @@ class OuterGraphs:
             torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
 
     def forget(self) -> None:
-        """Lets go of everything of a step."""
+        """Drops all references of a step."""
         self.leaves.clear()
         self._cut_off.clear()

@@ -1,16 +1,16 @@
 """Cells: forwards, losses and backwards of the stages of one rank.
 
-[Note: life of a cell] A stage in one microbatch is a `Cell`. Its forward makes the cell, which
-keeps where the backward begins. Its backward takes the cell out of the table, so that nothing else
-holds the graph. In a split backward I puts a new cell there, of weights' products alone, and W
-takes that. An evaluation keeps a cell for the next chunk of time.
+[Note: life of a cell] A stage in one microbatch is a `Cell`. Its forward creates the cell, which
+keeps the tensors where the backward begins. Its backward removes the cell from the table, because
+nothing else may hold the graph. In a split backward, I stores a new cell with the products of the
+weights alone, and W removes that one. An evaluation keeps a cell for the next chunk of time.
 
 [Note: handed on in a stage] A stage that carries something returns it for a chunk of time, and its
 forward of the next chunk reads leaves of the same memory. The backward of the next chunk runs first
 and leaves gradients in these leaves. The backward of the chunk itself begins with them, besides the
-gradients of its outputs. So each chunk has a graph of its own, as each microbatch has. With
-``recompute`` the leaves are made of what the first forward returned, and their gradients go into
-the graph of the second one. A loss over the whole batch reads leaves in the same way.
+gradients of its outputs. Therefore each chunk has a graph of its own, as each microbatch has. With
+``recompute`` the leaves are made of the first forward's outputs, and their gradients go into the
+graph of the second forward. A loss over the whole batch reads leaves in the same way.
 """
 
 from __future__ import annotations
@@ -52,14 +52,11 @@ class Autocast:
     """The caller's autocast: a step runs its forwards and losses there, and nothing else.
 
     In one process autocast belongs to the forward, and a backward runs in the dtypes of its
-    forward. A step has both, and sums and codecs of gradients besides, so it leaves the caller's
-    autocast and enters it again for each forward.
-
-    Args:
-        device: Of the stages.
+    forward. A step also runs backwards, sums and codecs of gradients. Therefore it leaves the
+    caller's autocast and enters it again for each forward.
 
     Attributes:
-        forward: Enters it again, for a forward or a loss.
+        forward: Enters the caller's autocast again, for a forward or a loss.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -88,11 +85,11 @@ class Cell:
 
     Attributes:
         outputs: The outputs that other stages read.
-        losses: Losses, and how much each counts.
+        losses: Losses, and the share of each.
         handed_on: Tensors for the next chunk, or for the loss over the batch; with their graph.
-        leaves: Those as leaves, which get the gradients.
-        carried: What the next chunk takes: values made of these leaves.
-        first: What the second forward needs, if the stage recomputes.
+        leaves: The same tensors as leaves, which get the gradients.
+        carried: Values for the next chunk, made of these leaves.
+        first: State for the second forward, if the stage recomputes.
         products: The weights' gradients that I has left to W.
     """
 
@@ -109,17 +106,17 @@ class Compute:
     """Runs the actions of one rank: F, B, I and W of its stages, and the loss.
 
     Args:
-        program: What all ranks do.
+        program: The actions and transfers of all ranks.
         stages: The stages of this rank.
-        values: Where actions take their inputs from, and put their outputs.
+        values: Holds the inputs and outputs of actions.
         sync: The gradient layer; None in a forward-only program.
         weights: Computes the weights' gradients that I leaves to W.
         sharded: The stages whose parameters FSDP2 swaps.
         loose: Finds leaves that no stage holds.
-        autocast: That of the caller, for forwards and losses.
+        autocast: The caller's autocast, for forwards and losses.
         loss_fn: Takes the last stage's outputs and a microbatch's target.
-        is_over_batch: Whether it takes those of all microbatches: see [Note: loss over a batch].
-        unseen: Stages whose chunks of time were not compared with a whole sequence, and a key.
+        is_over_batch: Whether loss_fn takes all microbatches: see [Note: loss over a batch].
+        unseen: Stages whose chunks were not compared with a whole sequence; a key for each warning.
 
     Attributes:
         outputs: The last stage's outputs, by microbatch, if the step keeps them.
@@ -144,7 +141,7 @@ class Compute:
         self._is_over_batch = is_over_batch
         self._chunks, self._unseen = program.schedule.chunks, unseen
         self._stages = stages
-        # They return losses, or what the next chunk takes, behind their outputs.
+        # After their outputs they return losses, or values for the next chunk.
         self._returning_more = {i for i, stage in stages.items() if stage.losses or stage.carry}
         self._values = values
         self._sync = sync
@@ -166,7 +163,7 @@ class Compute:
         self.forget()
 
     def forget(self) -> None:
-        """Lets go of everything of a step."""
+        """Drops all references of a step."""
         self._scaler: GradScaler | None = None
         self._cells = dict[Key, Cell]()  # by stage and microbatch
         self._targets: Sequence[object] | None = None
@@ -179,13 +176,7 @@ class Compute:
     def begin(
         self, targets: Sequence[object] | None, terms: LossTerms, *, keeps_outputs: bool
     ) -> None:
-        """Takes what belongs to a step.
-
-        Args:
-            targets: For each microbatch, on the rank of the last stage.
-            terms: Collects losses.
-            keeps_outputs: Whether to keep what the last stage makes.
-        """
+        """Stores the targets, losses and options of a step."""
         self._targets = targets
         self._terms = terms
         self._keeps_outputs = keeps_outputs
@@ -196,7 +187,7 @@ class Compute:
             self._weights.begin()
 
     def method_of(self, kind: Kind) -> Method:
-        """Returns what computes an action."""
+        """Returns the method that computes an action."""
         methods: dict[Kind, Method] = {
             "F": self._forward,
             "B": self._backward,
@@ -210,7 +201,7 @@ class Compute:
     def _forward(self, stage: int, microbatch: int) -> None:
         with self._autocast.forward():
             self._cells[stage, microbatch] = self._first_forward(stage, microbatch)
-        if self._sync is None:  # no backward will let go of what the stage took
+        if self._sync is None:  # no backward will release the inputs of the stage
             self._values.release(stage, microbatch)
             self._cells.pop((stage, microbatch - 1), None)
 
@@ -218,8 +209,8 @@ class Compute:
         cell, inputs = Cell(), self._values.inputs_of(stage, microbatch)
         if stage in self._returning_more:
             inputs += self._carried(stage, microbatch)
-        # A module that changes its input in place does so in every microbatch. So the first one of
-        # a step is enough, and the others do not walk through what they were given.
+        # A module that changes its input in place does so in every microbatch. Therefore only the
+        # first forward of a step walks through its inputs.
         shared, versions = list[object](), list[int]()
         if stage not in self._ran_forward:
             shared, versions = self._look(stage, microbatch, inputs)
@@ -251,7 +242,7 @@ class Compute:
     def _look(
         self, stage: int, microbatch: int, inputs: Sequence[object]
     ) -> tuple[list[object], list[int]]:
-        """Returns the inputs that others read, too, and how often each was written in place."""
+        """Returns the inputs that others also read, and the version of each."""
         self._ran_forward.add(stage)
         if self._chunks > 1 and microbatch == 0 and stage in self._unseen:
             warn_of_blind(self._stages[stage], inputs, self._unseen.pop(stage))
@@ -259,7 +250,7 @@ class Compute:
         return shared, versions_of(shared)
 
     def _carried(self, stage: int, microbatch: int) -> Sequence[object]:
-        """Returns what a stage takes of the chunk before; None for each if there is none."""
+        """Returns the carried values of the chunk before; None for each in the first chunk."""
         if microbatch % self._chunks:
             return self._cells[stage, microbatch - 1].carried
         return [None] * len(self._stages[stage].carry)
@@ -289,7 +280,7 @@ class Compute:
             if not is_second:  # it would be counted twice
                 self._terms.add_auxiliary(name, loss, microbatch)
         cell.losses = [(loss, self._terms.share_of_rows(microbatch)) for loss in losses]
-        if (microbatch + 1) % self._chunks:  # nobody takes what the last chunk returns
+        if (microbatch + 1) % self._chunks:  # no chunk follows the last one
             self._carry(stage, cell, returned[end:], is_second=is_second)
         return returned[:num_outputs]
 
@@ -315,8 +306,8 @@ class Compute:
             *self._values.inputs_of(stage, microbatch),
             *self._carried(stage, microbatch),
         ]
-        # The second forward draws the same random numbers and reads the same buffers: otherwise the
-        # gradient would not be that of the loss.
+        # The second forward draws the same random numbers and reads the same buffers, because its
+        # gradient must belong to the loss of the first one.
         with self._recomputes[stage].again(first, inputs):
             returned = self._stages[stage].forward(inputs)
         self._values.refuse_written(stage)
@@ -345,12 +336,12 @@ class Compute:
             self._set_roots(microbatch, cell, outputs)
 
     def _set_roots(self, microbatch: int, cell: Cell, outputs: tuple[Tensor, ...]) -> None:
-        """Keeps where a backward of the last stage begins: in its loss."""
+        """Keeps the tensors where a backward of the last stage begins, such as its loss."""
         if self._is_over_batch:
             cell.handed_on = outputs
         elif self._targets is not None:
-            # A loss may do more than return, such as add to gradients. So it runs once, after the
-            # second forward if there is one.
+            # A loss may have side effects, such as adding to gradients. Therefore it runs once,
+            # after the second forward if there is one.
             shares = self._terms.shares
             share = 1.0 if shares is None else shares[microbatch]
             loss = self._loss_of(outputs, self._targets[microbatch], [microbatch], share)
@@ -363,11 +354,12 @@ class Compute:
         outputs: tuple[Tensor, ...],
         targets: Sequence[object],
     ) -> None:
-        """Takes the outputs of a microbatch; computes the loss of all when the last one is there.
+        """Keeps the outputs of a microbatch; computes the loss of all after the last one.
 
-        [Note: loss over a batch] It reads leaves, one for each output. The first backward of the
-        last stage goes back from the loss to all leaves, and that of a microbatch begins with their
-        gradients. So nothing but outputs must live until the last forward, if the stage recomputes.
+        [Note: loss over a batch] The loss reads leaves, one for each output. The first backward of
+        the last stage goes back from the loss to all leaves, and the backward of a microbatch
+        begins with the gradients of its leaves. If the stage recomputes, only outputs must live
+        until the last forward.
         """
         has_gradient = self._sync is not None
         cell.leaves = [
@@ -399,7 +391,7 @@ class Compute:
         loss = parts[0]
         check_plain(loss, "loss_fn returned its loss")
         if self._sync is not None and loss.requires_grad:
-            # What the first and the last microbatch share, all of them have.
+            # A leaf that the first and the last microbatch share is in all of them.
             if microbatches[0] == 0 or microbatches[-1] == self._num_microbatches - 1:
                 given = leaves_of({str(i): x for i, x in enumerate((*outputs, target))})
                 self._loose.look(self._last, microbatches, [loss], given.values())
@@ -428,22 +420,22 @@ class Compute:
         elif roots:
             torch.autograd.backward(roots, gradients)
         elif stage in self._sharded.stages:
-            # No gradient came back. FSDP2 then reduces here what earlier backwards of the stage
-            # have accumulated, which it would have done in this one.
+            # No gradient came back, and no backward runs in which FSDP2 would reduce. Therefore it
+            # reduces here the gradients that earlier backwards of the stage have accumulated.
             self._sharded.without_backward(stage)
-        # Right behind the backward: new gradients that share memory must be apart before the next
-        # backward adds to one of them.
+        # Right after the backward, because new gradients that share memory must be separated before
+        # the next backward adds to one of them.
         self._values.separate_gradients(stage, leaves)
         self._values.release(stage, microbatch)
 
     def _begin_backward(
         self, stage: int, microbatch: int
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Returns the roots of a backward, their gradients, and the leaves that it ends at."""
+        """Returns the roots of a backward, their gradients, and the leaves where it ends."""
         cell = self._cells[stage, microbatch]
         del self._cells[stage, microbatch]  # the table must not hold the graph any more
         if stage not in self._parameters:
-            # Looked up in each step: between two steps the user may replace parameters.
+            # Looked up in each step, because users may replace parameters between two steps.
             parameters = self._stages[stage].module.parameters()
             self._parameters[stage] = {id(p): p for p in parameters}
             self._values.begin_backward(stage, self._parameters[stage].values())
@@ -475,15 +467,15 @@ class Compute:
         Raises:
             StepError: If the loss's dtype has no such number.
         """
-        # Complete gradients are divided, once. So what an autograd function or a hook of the user's
-        # adds to a gradient is divided as all the rest is.
+        # Gradients are divided once, when they are complete, because an autograd function or a hook
+        # of the user may add to them, and its part must be divided too.
         if self._scaler is None:
             return counted(torch.ones_like(loss), share).to(loss.dtype)
         return self._scaled_gradient(self._scaler, loss, share)
 
     def _scaled_gradient(self, scaler: GradScaler, loss: Tensor, share: Number) -> Tensor:
-        # The scale is divided before backward: float16 must not overflow earlier than in one
-        # process.
+        # The scale is divided before backward, because float16 must not overflow earlier than in
+        # one process.
         exact = 1.0 / self._terms.divisor
         info = torch.finfo(loss.dtype)
         if not info.smallest_normal <= exact <= info.max:
@@ -501,7 +493,7 @@ class Compute:
                     "of them"
                 )
             return counted(torch.full_like(loss, exact), share).to(loss.dtype)
-        # The scale stays on its device, so the host waits for nothing.
+        # The host waits for nothing, because the scale stays on its device.
         scaled = scale.to(torch.promote_types(loss.dtype, scale.dtype)) / self._terms.divisor
         return counted(scaled, share).to(loss.device, loss.dtype).reshape(loss.shape)
 
@@ -511,17 +503,17 @@ class Compute:
         self._weights.compute(stage, self._cells.pop((stage, microbatch)).products)
 
     def compute_shared(self, stage: int) -> None:
-        """Computes the waiting products of parameters that other ranks hold too.
+        """Computes the waiting products of parameters that other ranks also hold.
 
-        It does so for all microbatches: other ranks wait for these gradients, so they come before
-        the rest of the weights.
+        It computes them for all microbatches, and before the other weights, because other ranks
+        wait for these gradients.
         """
         waiting = [cell.products for (at, _), cell in self._cells.items() if at == stage]
         self._weights.compute_shared(stage, waiting)
 
 
 def _refuse_hidden(stage: int, leaves: Sequence[object]) -> None:
-    """Refuses an object that holds tensors with a gradient: they would keep the graph."""
+    """Refuses an object that holds tensors with a gradient, because they would keep the graph."""
     for leaf in leaves:
         if not isinstance(leaf, Tensor | AnyNumber | str | None) and _hides(leaf):
             raise StepError(

@@ -1,7 +1,7 @@
-"""Checks: what makes training another one than that of one process, without an error.
+"""Checks: warn of conditions that make training differ from one process, without an error.
 
-They look in the training steps in which ranks compare their batches, and warn: a model may come
-into evaluation mode between two of them. A stage in chunks of time is looked at before its first
+They run in the training steps in which ranks compare their batches, because a model may be put into
+evaluation mode between two steps. A stage that runs in chunks of time is checked before its first
 forward.
 """
 
@@ -24,16 +24,11 @@ from pipegrad.pipeline.wiring import WiredPipeline
 
 Check = Callable[[], None]
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-_FEW = 32  # tokens that tell whether chunks see each other
+_FEW = 32  # tokens, enough to find out whether chunks see each other
 
 
 def checks_of(pipeline: WiredPipeline, name: str) -> list[Check]:
-    """Returns the checks of this rank.
-
-    Args:
-        pipeline: Its stages have their first values: a checkpoint may still be loaded.
-        name: The same on all ranks, and of no other Scheduler.
-    """
+    """Returns the checks of this rank."""
     stages, mixed = pipeline.stages, pipeline.mixed
     checks: list[Check] = [
         partial(_warn_of_evaluation_mode, stages, name),
@@ -110,14 +105,8 @@ def _begins(stages: Sequence[Stage]) -> list[str]:
 def warn_of_blind(stage: Stage, values: Sequence[object], key: str) -> None:
     """Warns once of a stage whose chunks do not see each other, as a whole sequence does.
 
-    A few tokens run in evaluation mode, at once and in two chunks, and outputs are compared. So a
-    layer is found that looks at other positions and carries too little of them.
-
-    Args:
-        stage: Whose module takes inputs of one chunk, and carries something or nothing.
-        values: The inputs of the first chunk of a sequence, time along dimension 1, and what it
-            carries: None.
-        key: As of `warn_once`.
+    A few tokens run in evaluation mode, as one sequence and in two chunks, and the outputs are
+    compared. They differ if a layer looks at other positions and carries too little of them.
     """
     lengths = {x.shape[1] for x in values if _has_time(x)}
     is_plain = all(isinstance(x, Tensor | Number | str | None) for x in values)
@@ -130,7 +119,7 @@ def warn_of_blind(stage: Stage, values: Sequence[object], key: str) -> None:
     devices = {p.device for p in parameters.values() if p.device.type != "cpu"}
     try:
         with torch.no_grad(), torch.random.fork_rng([*devices]):
-            # A copy with the same parameters: a forward may write buffers, and keep what it likes.
+            # A copy with the same parameters, because a forward may write buffers or attributes.
             alike = copy.copy(stage)
             alike.__dict__.pop("binding", None)
             alike.module = copy.deepcopy(stage.module, parameters)
@@ -138,7 +127,7 @@ def warn_of_blind(stage: Stage, values: Sequence[object], key: str) -> None:
                 part.training = False
             whole, again = (_few(alike, values, [(0, few)]) for _ in range(2))
             cut = _few(alike, values, [(0, few // 2), (few // 2, few)])
-    except Exception:  # noqa: BLE001 - the step itself says what is wrong
+    except Exception:  # noqa: BLE001 - the step itself raises the error
         return
     if cut.shape != whole.shape or not whole.is_floating_point() or not torch.equal(whole, again):
         return

@@ -1,4 +1,4 @@
-"""Codings: which codec carries what over which hop, and the messages that it makes.
+"""Codings: the codec of each hop for activations and gradients, and the messages that it makes.
 
 A user gives one of these::
 
@@ -6,20 +6,22 @@ A user gives one of these::
     {"activations": ..., "gradients": ...}     either of them, over all hops
     {"0-1": ..., (2, 3): ...}                  over these hops, each as one of the two above
 
-[Note: codecs] Both ranks of a hop know the codec, and know what a value looks like before it
-crosses. So both know how long its message is, and all of [Note: shapes] stays: a header says what
-the *value* looks like. A value crosses as it is if it is not of floats, or if its message would not
-be shorter. Both ranks decide that alike, since it depends on shape and dtype alone.
+[Note: codecs] Both ranks of a hop have the same codec, and have the spec of a value before the
+value crosses. From these both compute the length of its message. [Note: shapes] still holds: a
+header has the spec of the *value*. A value crosses unencoded if it is not of floats, or if its
+message would not be shorter. Both ranks decide that alike, because it depends on shape and dtype
+alone.
 
-The stage that takes a value computes with what was decoded, and its gradient goes back as if the
-value had not changed (straight-through). A value that stages of the producer's own rank take, too,
-is not encoded for them.
+The stage that receives a value computes with the decoded value, and its gradient goes back as if
+the value had not changed (straight-through). A value is not encoded for stages of the producer's
+own rank.
 
-[Note: errors of a step] If a step fails, its gradients are dropped on all ranks. Then its errors
-must be dropped, too, and the errors of the step before must stay. So the errors of a step are
-pending until the next step begins. A rank may have ended a step that fails on another rank
-later. The message of the loss says that on all ranks alike, so it decides. That a rank reads it
-there costs little: a step cannot begin on the last rank before it has ended on the first.
+[Note: errors of a step] If a step fails, its gradients are dropped on all ranks. Then the errors of
+its encoding must be dropped, too, and the errors of the step before must stay. Therefore the errors
+of a step are pending until the next step begins. A rank may have ended a step that fails on another
+rank later. The message of the loss decides, because it has the same sums on all ranks. To read it
+before the next step costs little, because a step cannot begin on the last rank before it has ended
+on the first.
 """
 
 from __future__ import annotations
@@ -44,17 +46,17 @@ _SHOWN = 20  # hops in a message
 
 Hop = tuple[int, int]  # two pipeline ranks, the lower one first
 Codec = ResolvedPlugin[EdgeCodec]
-Both = dict[Carried, Codec]  # what is missing crosses as it is
+Both = dict[Carried, Codec]  # kinds without an entry cross unencoded
 CodecsSpec = CodecSpec | Mapping[Any, Any] | None
 
 
 @dataclass(frozen=True)
 class CodecChoice:
-    """Which codec carries what over which hop, in both directions.
+    """The codecs of all hops, for activations and gradients, in both directions.
 
     Attributes:
-        hops: By hop.
-        others: Over all other hops.
+        hops: The codecs of some hops.
+        others: The codecs of all other hops.
     """
 
     hops: Mapping[Hop, Both] = field(default_factory=dict)
@@ -62,17 +64,17 @@ class CodecChoice:
 
     @property
     def is_none(self) -> bool:
-        """True if everything crosses as it is."""
+        """True if nothing is encoded."""
         return not (self.others or any(self.hops.values()))
 
     def of(self, hop: Hop, carried: Carried) -> Codec | None:
-        """Returns the codec of a hop; None if values cross as they are."""
+        """Returns the codec of a hop; None if values cross unencoded."""
         return self.hops.get(hop, self.others).get(carried)
 
     def coding(
         self, source: int, target: int, carried: Carried, feedback: Feedback
     ) -> Coding | None:
-        """Returns the coding between two pipeline ranks; None if values cross as they are."""
+        """Returns the coding between two pipeline ranks; None if values cross unencoded."""
         codec = self.of((min(source, target), max(source, target)), carried)
         return None if codec is None else Coding(codec, carried, feedback)
 
@@ -93,7 +95,7 @@ class CodecChoice:
 
     @property
     def identity(self) -> str:
-        """What ranks compare: codecs with their distributions and options."""
+        """The text that ranks compare: codecs with their distributions and options."""
         return self._words(lambda codec: f"{codec} {dict(codec.options)}")
 
     def __str__(self) -> str:
@@ -110,10 +112,10 @@ class CodecChoice:
 
 
 def choice_of(spec: CodecsSpec) -> CodecChoice:
-    """Returns the choice that a user has made; see the top of this file.
+    """Returns the choice of a user; the top of this file lists the forms of `spec`.
 
     Raises:
-        ScheduleError: If it is none.
+        ScheduleError: If `spec` has none of these forms, or names a hop twice.
         PluginError: If there is no such codec, or it does not take these options.
     """
     if not isinstance(spec, Mapping) or "name" in spec or set(spec) & set(CARRIED):
@@ -179,13 +181,7 @@ Position = tuple[int, int]
 
 
 class Coding:
-    """A codec on a hop, for activations or for gradients.
-
-    Args:
-        codec: The codec.
-        carried: What it carries.
-        feedback: Keeps the errors of gradients.
-    """
+    """A codec on a hop, for activations or for gradients."""
 
     def __init__(self, codec: Codec, carried: Carried, feedback: Feedback) -> None:
         self._codec = codec
@@ -195,7 +191,7 @@ class Coding:
         self._on_wire: dict[tuple[tuple[int, ...], torch.dtype], Spec | None] = {}
 
     def on_wire(self, spec: Spec) -> Spec:
-        """Returns what the message of a value looks like; `spec` itself if it is not encoded."""
+        """Returns the spec of a value's message; `spec` itself if the value is not encoded."""
         key = spec.shape, spec.dtype
         if key not in self._on_wire:
             self._on_wire[key] = self._message_of(spec)
@@ -227,8 +223,8 @@ class Coding:
         with self._named("encode"):
             self._codec.plugin.encode(value, message, self._carried)
         if self._feedback is not None:
-            # The receiver computes with what it decodes. The same decoding here says which part of
-            # the gradient that lacks.
+            # The receiver computes with the decoded value. Decoding it here as well gives the part
+            # of the gradient that the message lacks.
             decoded = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             self.decode(message, decoded)
             self._feedback.add(position, value, decoded)
@@ -258,10 +254,10 @@ class Feedback:
     See [Note: errors of a step].
 
     Args:
-        cut: A digest of the cut: what the stages hold and hand on, and where they are.
+        cut: A digest of the cut: the contents of all stages, the values between them, their ranks.
 
     Attributes:
-        pending: Those of the last step; empty if nothing was encoded in it.
+        pending: The errors of the last step; empty if nothing was encoded in it.
     """
 
     def __init__(self, cut: str = "") -> None:
@@ -271,7 +267,7 @@ class Feedback:
         self._has_failed: Callable[[], bool] | None = None  # None: it has not ended on this rank
 
     def decide(self) -> None:
-        """Takes the errors of the last step, or drops them if it failed; called between steps.
+        """Keeps the errors of the last step, or drops them if it failed; called between steps.
 
         If there are any, the host waits for the message of the loss.
         """
@@ -299,11 +295,11 @@ class Feedback:
     def add(self, position: Position, total: Tensor, decoded: Tensor) -> None:
         """Keeps the error of a gradient, if its step ends well; `decoded` is overwritten."""
         error = decoded.neg_().add_(total)
-        # A step that overflowed would spoil all that follow, so nan and inf do not stay.
+        # nan and inf do not stay, because a step that overflowed would spoil all that follow.
         self.pending[position] = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def clear(self) -> None:
-        """Forgets all errors."""
+        """Drops all errors."""
         self._errors.clear()
         self.pending.clear()
         self._has_failed = None
@@ -311,7 +307,7 @@ class Feedback:
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of all errors, on the host, and their cut; empty if there are none.
 
-        They are those of steps that ended well: see `decide`.
+        They come from steps that ended well: see `decide`.
         """
         self.decide()
         errors = {
@@ -321,7 +317,7 @@ class Feedback:
         return {"cut": self._cut, "errors": errors} if errors else {}
 
     def load(self, state: Mapping[str, Any], ranks: Sequence[int]) -> None:
-        """Takes a `state_dict` of this rank in place of its errors; all of these ranks call it.
+        """Replaces its errors by a `state_dict` of this rank; all of these ranks call it.
 
         Raises:
             PlanError: If a rank was given something else, or errors of another cut; on all ranks.

@@ -1,18 +1,20 @@
 """Comparisons: whether all ranks are about to make one step.
 
-[Note: what was passed] The ranks of a pipeline train on one batch: one of them takes the inputs,
+[Note: what was passed] The ranks of a pipeline train on one batch: one of them uses the inputs,
 another one the target. A loader that divides the data over all ranks, as one for DDP does, gives
-each of them another batch, and nothing else would notice. So each rank makes a number of every
-tensor that it was given, whether its stages take it or not, and all ranks exchange them.
+each of them another batch, and nothing else would detect that. Therefore each rank computes a
+number from every tensor of its batch, whether its stages use it or not, and all ranks exchange
+these numbers.
 
-They do so before anything is computed, so a mistake costs no step. It costs a wait for the slowest
-rank, so it is done in the steps 1, 2, 4, 8 and so on, and later every `check_every` steps: a wrong
-sampler is wrong from the first step. It is also done in the first step of a kind, which may be the
-second try. Evaluations are counted apart.
+They compare before anything is computed, because a mistake then costs no step. All ranks wait for
+the slowest one. To limit this cost, ranks compare in the steps 1, 2, 4, 8 and so on, and later
+every `check_every` steps: a wrong sampler is wrong from the first step. They also compare in the
+first step of a kind, because it may be a repetition of a step that failed. Evaluations are counted
+separately.
 
-Replicas that are given the same batch waste their work, but they may want to: that is a warning. So
-is a rate of the optimizer that has changed on some ranks alone, or an optimizer that has stepped on
-some.
+Replicas that get the same batch waste their work, but users may want that: it is a warning. Two
+more conditions only warn: an optimizer's rate has changed on some ranks alone, or an optimizer has
+stepped on some ranks alone.
 """
 
 from __future__ import annotations
@@ -31,21 +33,21 @@ from pipegrad.gradients.optimizer_watch import News
 from pipegrad.pipeline.trees import leaves_of, name_in, versions_of
 from pipegrad.topology import Topology
 
-_MOST_SAME = 3  # comparisons in which replicas were given the same, before a warning
+_MOST_SAME = 3  # comparisons in which replicas have the same batch, before a warning
 _MOST_REPEATED = 3  # after the first one: in steps 2, 4 and 8
-_Numbers = Mapping[str, int]  # by name; of what was not given there is none
+_Numbers = Mapping[str, int]  # by name; arguments that were not given have none
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank shows to all others; nothing if its batch was refused.
+    """The facts that a rank sends to all others; empty if its batch was refused.
 
     Attributes:
-        numbers: Of the tensors that it was given: `number_of`, by name.
-        rows: Of the batch that it cut; None if it cut nothing.
-        length: The length in time, if that was cut alike for all rows.
+        numbers: The results of `number_of`, by name of the argument.
+        rows: The number of rows of its batch; None if it cut nothing.
+        length: The length in time, if it was cut alike for all rows; else None.
         divisor: Its loss_divisor; None if this rank has none to compare.
-        news: What its optimizers did since the last comparison: see `OptimizerWatch.news`.
+        news: Events of its optimizers since the last comparison: see `OptimizerWatch.news`.
     """
 
     numbers: dict[str, int] = field(default_factory=dict)
@@ -56,12 +58,7 @@ class Facts:
 
 
 class BatchCheck:
-    """Compares batches, divisors and optimizers over all ranks; see [Note: what was passed].
-
-    Args:
-        topology: Over all ranks.
-        timeout_seconds: How long ranks wait for each other.
-    """
+    """Compares batches, divisors and optimizers over all ranks; see [Note: what was passed]."""
 
     def __init__(self, topology: Topology, *, timeout_seconds: float) -> None:
         self._topology = topology
@@ -79,15 +76,10 @@ class BatchCheck:
         self._num_new = 0
 
     def compare(self, facts: Facts, number: int, *, forward_only: bool) -> None:
-        """Refuses a step, on all ranks alike, if ranks are not about to make one; warns.
-
-        Args:
-            facts: Of this rank.
-            number: Of the step, or of the evaluation.
-            forward_only: Which of both it is.
+        """Compares the facts of all ranks; warns of optimizers and replicas.
 
         Raises:
-            AgreementError: If ranks differ, or one does not come.
+            AgreementError: If ranks differ, or one does not come; on all ranks.
         """
         try:
             replies = agree(
@@ -141,7 +133,7 @@ class BatchCheck:
     # Warnings.
 
     def _warn_of_news(self, news: Mapping[int, int]) -> None:
-        """Warns once of what optimizers did on some ranks alone."""
+        """Warns once of events of optimizers on some ranks alone."""
         by_rank = {rank: News(number) for rank, number in news.items()}
         for flag, what, verb in (
             (
@@ -163,7 +155,7 @@ class BatchCheck:
                 )
 
     def _warn_of_replicas(self, facts: Mapping[int, Facts]) -> None:
-        """Warns of two replicas that were given one batch several times."""
+        """Warns of two replicas that had one batch several times."""
         topology, batches = self._topology, dict[tuple[int, ...], _Numbers]()
         for pipeline in topology.pipelines:
             batches[pipeline] = {n: x for rank in pipeline for n, x in facts[rank].numbers.items()}
@@ -184,10 +176,6 @@ class BatchCheck:
         """Warns of a tensor that is cut as if its rows were samples, and is in all batches.
 
         A GAN has a second step with the same batch, and not an eighth one.
-
-        Args:
-            passed: What a step that compares is given, by name.
-            cut: The tensors that are cut, by name and path.
         """
         tensors = {path: x for path, x in leaves_of(passed).items() if isinstance(x, Tensor)}
         # Torch counts changes in place. A tensor that was filled anew is a new batch.

@@ -1,23 +1,24 @@
-"""Transfers between devices: each message has a header, and is received behind it.
+"""Transfers between devices: each message has a header, and is received after it.
 
 [Note: headers between devices] A header goes from host to host, also for a gradient. The sender
 enqueues its send first and then sends the header. The receiver's host waits for the header, which
 is a wait for the host of the sender alone, and then enqueues a receive of exactly that size.
-Messages of a communicator have no tags there: they are matched by their order. So receives are
-enqueued in the order of the headers, which is that of the sends, and not in the order of the waits.
+Messages of a communicator have no tags there: they are matched by their order. Therefore receives
+are enqueued in the order of the headers, which is the order of the sends, and not in the order of
+the waits.
 
-A device's allocator keeps memory by stream, and gives it out again at once. So the memory for a
-receive is that of the current stream, and the receive, which runs on a side stream, waits for what
-the current stream had to do when it was posted.
+A device's allocator keeps memory by stream, and reuses it at once. The memory for a receive belongs
+to the current stream. The receive runs on a side stream, and waits for all work that was on the
+current stream when it was posted.
 
 [Note: receives on devices] A receive of NCCL is a kernel that runs until its message is there. If
-it is enqueued before the send, its wait may never end, since the host of this rank may wait for it:
-a kernel that is used for the first time is loaded behind all kernels that run. Streams share
-hardware queues, so work of another stream may wait for it, too. A receive that is enqueued behind
-its send waits only for work that was enqueued before it. A send runs until its receive is there,
-and the host of the receiver comes to it, unless it loads a kernel behind a send of its own: two
-ranks that do so at the same time wait for each other. CUDA_MODULE_LOADING=EAGER loads kernels
-before.
+it is enqueued before the send, its wait may never end, because the host of this rank may wait for
+the receive: a kernel that is used for the first time is loaded after all kernels that run. Work of
+another stream may also wait for it, because streams share hardware queues. A receive that is
+enqueued after its send waits only for work that was enqueued before it. A send runs until its
+receive is there, and the host of the receiver comes to it, unless it loads a kernel after a send of
+its own: two ranks that do so at the same time wait for each other. CUDA_MODULE_LOADING=EAGER loads
+kernels before.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class DeviceTransfers(Transfers):
         self._inbound = sync_points.in_use.stream(device, "pipegrad receives")
 
     def post(self, channel: int, microbatch: int) -> None:
-        """Makes memory for a receive, and starts that of its header."""
+        """Allocates memory for a receive, and starts the receive of its header."""
         super().post(channel, microbatch)
         self._receiving[channel, microbatch].is_free = FREED(self._device)
 
@@ -79,7 +80,7 @@ class DeviceTransfers(Transfers):
     def _enqueue(self, key: Key, spec: Spec | None) -> None:
         """Enqueues the receive of a transfer whose header was read.
 
-        Sync: the receive waits for who read its memory last.
+        Sync: the receive waits for the last reader of its memory.
         """
         if key not in self._receiving:
             raise StepError(f"another rank has sent a header of {key}, which nobody waits for")
@@ -94,8 +95,8 @@ class DeviceTransfers(Transfers):
             memory = torch.empty(wire.shape, dtype=wire.dtype, device=self._device)
             receive.memory, receive.like = memory, wire
             receive.is_free = FREED(self._device)
-        # On a side stream: on the current one all computes behind the receive would wait until the
-        # message is there.
+        # On a side stream, because on the current one all computes after the receive would wait for
+        # the message.
         with sync_points.in_use.running(self._inbound):
             REUSED(receive.is_free, self._device)
             if wire.nbytes:  # NCCL sends no message of none

@@ -1,8 +1,8 @@
 """Edges: the communicators between the ranks of a pipeline, and the headers that cross them.
 
-A header says what a value looks like: see [Note: shapes] in `transfers`. It has 19 numbers of 8
-bytes: its step, the channel and microbatch of its transfer, the kind of value, whether a gradient
-comes back, how many dimensions it has, and its shape.
+A header has the spec of a value: see [Note: shapes] in `transfers`. It consists of 19 numbers of 8
+bytes: its step, the channel and microbatch of its transfer, the dtype of the value, whether a
+gradient comes back, the number of dimensions, and the shape.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DTYPES = tuple(
 
 
 class Spec(NamedTuple):
-    """What a value looks like in one microbatch."""
+    """The shape and dtype of a value in one microbatch, and whether it has a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class Spec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the value has."""
+        """The number of bytes of the value."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -66,11 +66,6 @@ class Spec(NamedTuple):
 
 def header(step: int, key: Key, spec: Spec | None) -> torch.Tensor:
     """Returns the header of a value, ``(19,)`` int64 on the host; None: it will never come.
-
-    Args:
-        step: Its number, from 1 on, which both ranks count.
-        key: Which transfer of the step it is.
-        spec: What the value looks like.
 
     Raises:
         StepError: If it has too many dimensions, or a dtype that no message has.
@@ -89,11 +84,7 @@ def header(step: int, key: Key, spec: Spec | None) -> torch.Tensor:
 
 
 def read_header(step: int, words: Sequence[int]) -> tuple[Key, Spec | None]:
-    """Returns which transfer a header is of, and what it says; None if the value never comes.
-
-    Args:
-        step: In which it is read.
-        words: Of the header.
+    """Returns the transfer and the spec of a header; None if the value never comes.
 
     Raises:
         StepError: If it is no header that `header` makes in this step.
@@ -101,7 +92,7 @@ def read_header(step: int, words: Sequence[int]) -> tuple[Key, Spec | None]:
     of_step, channel, microbatch, kind, has_gradient, dimensions, *shape = words
     if of_step == step and kind == _FAILED:
         return (channel, microbatch), None
-    # Another rank has sent it, so it may say anything.
+    # It comes from another rank, and may have any content.
     if not (
         of_step == step
         and 0 <= kind < len(_DTYPES)
@@ -127,18 +118,12 @@ ARRIVED = sync_points.WaitWork("header.arrived", "the host reads a header that i
 class Edges:
     """The communicators of one pipeline.
 
-    Between processors messages have tags, so one group serves all edges, and another one skips:
-    [Note: skips] in `program` says why. NCCL has no tags, and a receive that is posted early would
-    block the sends behind it. So between other devices each directed edge has a communicator of its
-    own. One group of all ranks takes messages between hosts. It has all ranks because a world that
-    was made with ``device_id`` makes a group on gloo in two ways: ranks outside of it wait in NCCL
-    for its members, and members do not wait (pytorch#197568).
-
-    Args:
-        channels: Of all ranks; every rank must give the same.
-        topology: Ranks; every pipeline of the mesh gets its own.
-        device: Where the tensors are.
-        skips: Channels of a connection of their own, between processors; see [Note: skips].
+    On CPUs messages have tags: one group serves all edges, and a second one serves skips, for the
+    reason in [Note: skips] in `program`. NCCL has no tags, and a receive that is posted early would
+    block the sends after it. Therefore each directed edge has a communicator of its own on other
+    devices. One group of all ranks takes messages between hosts. It has all ranks because a world
+    that was made with ``device_id`` makes a group on gloo in two ways: ranks outside of it wait in
+    NCCL for its members, and members do not wait (pytorch#197568).
 
     Attributes:
         is_tagged: Whether messages have tags, and one may be shorter than the memory that takes it.
@@ -220,22 +205,17 @@ class Edges:
                     sync_points.in_use.receive(group, message, end[1], 0).wait()
 
     def to(self, target: int, channel: Channel | None = None) -> Serving:
-        """Returns the group that serves the edge to a pipeline rank, and that rank in it.
-
-        Args:
-            target: The pipeline rank.
-            channel: What is to be sent; a skip may have a group of its own.
-        """
+        """Returns the group that serves the edge to a pipeline rank, and that rank in it."""
         return (self._beside if channel in self._skips else self._out)[target]
 
     def of(self, source: int, channel: Channel | None = None) -> Serving:
-        """Returns the same for the edge from a pipeline rank."""
+        """Returns the group that serves the edge from a pipeline rank, and that rank in it."""
         return (self._beside if channel in self._skips else self._in)[source]
 
     def host(self, peer: int, channel: Channel | None = None) -> Serving:
         """Returns the group that takes headers to or from a pipeline rank, and that rank in it.
 
-        Between processors they go by the same connection as the values.
+        On CPUs they use the same connection as the values.
         """
         return self.of(peer, channel) if self.is_tagged else self._hosts[peer]
 
@@ -245,10 +225,10 @@ class Edges:
         return self._inboxes.setdefault(key, Inbox(*key))
 
     def cut(self) -> None:
-        """Closes this rank's connections on gloo, so that ranks that wait for it fail at once."""
+        """Closes this rank's connections on gloo: ranks that wait for it fail at once."""
         self.is_cut = True
-        # Only a closed connection ends the wait of a rank in gloo. This rank cannot say which
-        # messages it has sent, so it cannot send the missing ones.
+        # Only a closed connection ends the wait of a rank in gloo. This rank cannot send the
+        # missing messages, because it cannot determine which of them it has sent.
         both = (*self._hosts.values(), *self._beside.values())
         for group in dict.fromkeys(group for group, _ in both):
             cut(group)
@@ -264,14 +244,10 @@ class Edges:
 class Inbox:
     """The headers that another rank sends to this one; see [Note: headers] in `transfers`.
 
-    Args:
-        group: Where they come.
-        peer: The rank there that sends them.
-
     Attributes:
-        posted: For each header that may come, in order: where it arrives, zero before; the same as
-            the host reads it; and the receive.
-        spare: How many of these no posted transfer has reserved.
+        posted: For each header that may come, in order: its memory, zero before it arrives; the
+            same memory as a numpy array; and the receive.
+        spare: The number of posted receives that no transfer has reserved.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
@@ -282,7 +258,8 @@ class Inbox:
 
     def post(self) -> None:
         """Starts to receive one more header."""
-        # Zeros: the step, the first word of a header, says without a wait that the header is there.
+        # Zeros, because the host polls the step, the first word: it is not zero once the header is
+        # there.
         head = torch.zeros(WORDS, dtype=torch.int64)
         work = sync_points.in_use.receive(self._group, head, self._peer, HEADERS)
         self.posted.append((head, head.numpy(), work))
@@ -298,5 +275,5 @@ class Inbox:
 
 
 def has_tags(device: torch.device) -> bool:
-    """True if messages between such devices have tags; between processors they have."""
+    """True if messages between such devices have tags; on CPUs they have."""
     return device.type == "cpu"

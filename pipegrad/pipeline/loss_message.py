@@ -1,30 +1,29 @@
-"""Losses: collects losses, weights and metrics, and sends them to all ranks, while they go on.
+"""Losses: collects losses, weights and metrics, and sends them to all ranks in the background.
 
-`loss_parts` reads what loss_fn has returned, and `LossTerms` collects it over a step. `Losses.send`
-adds the terms of all ranks. A `StepResult` is what every rank reads of that.
+`loss_parts` reads the values that loss_fn returned, and `LossTerms` collects them over a step.
+`Losses.send` adds the terms of all ranks. A `StepResult` gives the sums to every rank.
 
 [Note: message of a loss] Each rank sends float64 numbers to all others. Their sums are:
 
     0  the losses, divided by the number of pipelines
-    1  how many ranks have failed in this step
-    2  how much the losses count, divided by the number of pipelines: the weight of a result
-    3  how many second forwards of devices differ from the first: [Note: second forwards]
-    behind it: the metrics, in the order of their names, divided by the number of pipelines
-    behind them: what steps are measured by, if the schedule wants that: [Note: times of a step]
+    1  the number of ranks that failed in this step
+    2  the weight of the result in a mean of several, divided by the number of pipelines
+    3  the number of second forwards on devices that differ: [Note: second forwards]
+    then the metrics, in the order of their names, divided by the number of pipelines
+    then the times of the step, if the schedule wants them: [Note: times of a step]
 
-So a failure is noticed by ranks that ended the step before it.
+Ranks that ended the step before another rank failed find the failure in this message.
 
 [Note: names of metrics] The messages of all ranks must have one length. The names of the losses of
-stages are known when the Scheduler is made. But a rank without the last stage does not know which
-metrics loss_fn returns. All ranks learn their names when the first step of a kind has ended, and
-send its message behind that: see [Note: first step]. From then on other names are an error of the
-step.
+stages are known when the Scheduler is made. But a rank without the last stage cannot know the
+metrics of loss_fn. All ranks learn their names when the first step of a kind has ended, and send
+its message after that: see [Note: first step]. From then on other names are an error of the step.
 
-[Note: divided at the end] With "token_mean" no rank knows the total weight before the last forward
-of the last replica. So backwards begin with one, and gradients are sums. When the computes of a
-rank have ended, it adds its weight to an all-reduce of one number. `GradientSync.finish` then
-divides the results, or a GradScaler does where it unscales them. Gradients that accumulate over
-several steps are divided by all their weights.
+[Note: divided at the end] With "token_mean" the total weight is unknown before the last forward of
+the last replica. Backwards begin with one, and gradients are sums, because the divisor comes later.
+When the computes of a rank have ended, it adds its weight to an all-reduce of one number.
+`GradientSync.finish` then divides the results, or a GradScaler does where it unscales them.
+Gradients that accumulate over several steps are divided by all their weights.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _EXPECTED_WEIGHTS = (
 
 
 def loss_parts(returned: object, *, is_weighted: bool) -> LossParts:
-    """Returns the parts of what loss_fn returned for a microbatch.
+    """Returns the loss, weight and metrics that loss_fn returned for a microbatch.
 
     Args:
         returned: A loss, or ``(loss, metrics)``; if losses have weights, ``(loss, weight)`` or
@@ -75,10 +74,10 @@ def loss_parts(returned: object, *, is_weighted: bool) -> LossParts:
         is_weighted: Whether losses are sums and have weights.
 
     Raises:
-        StepError: If it is something else.
+        StepError: If it has another form.
     """
     if type(returned) is Tensor and returned.numel() == 1 and not is_weighted:
-        return returned, None, _NO_METRICS  # most do
+        return returned, None, _NO_METRICS  # the most frequent form
     return _checked_parts(returned, is_weighted=is_weighted)
 
 
@@ -128,21 +127,13 @@ def _scalar(value: Number, device: torch.device) -> Tensor:
 class LossTerms:
     """The losses and metrics of one step on this rank, of all microbatches.
 
-    Args:
-        divisor: The sum of all losses is divided by it.
-        device: Where losses are.
-        is_weighted: Whether losses are sums and have weights.
-        is_last: Whether this rank has the last stage. If it then computes no loss, all is nan.
-        expected: The names of loss_fn's metrics, if the ranks know them already.
-        taken: The names of the losses of stages.
-
     Attributes:
-        divisor: The argument.
-        is_weighted: The argument.
-        shares: How much the loss of each microbatch counts, see `shares.py`; None if alike.
-        rows: Of each microbatch, by which the losses of stages count; empty if alike.
-        count: How much all of them count beside other steps, if losses have no weights.
-        num_different: How many second forwards differ from the first, as far as nobody raised.
+        divisor: The divisor of the sum of all losses.
+        is_weighted: Whether losses are sums and have weights.
+        shares: The share of each microbatch's loss, see `shares.py`; None if all are equal.
+        rows: Rows of each microbatch, the shares of stages' losses; empty if all are equal.
+        count: The weight of this step in a mean of several steps, if losses have no weights.
+        num_different: The number of second forwards that differ from the first without an error.
     """
 
     def __init__(
@@ -165,7 +156,7 @@ class LossTerms:
         self._device = device
         self._is_last = is_last
         self._taken = taken
-        # One number for each microbatch; of the losses of stages one for each stage, too.
+        # One number for each microbatch; for losses of stages one for each stage, too.
         self._losses = list[Tensor]()
         self._weights = list[Tensor]()
         self._metrics = defaultdict[str, list[Tensor]](list)
@@ -176,14 +167,14 @@ class LossTerms:
         return self._names if self._losses else None
 
     def share_of_rows(self, microbatch: int) -> float:
-        """Returns how much the loss of a stage counts in a microbatch."""
+        """Returns the share of a stage's loss in a microbatch."""
         return self.rows[microbatch] * len(self.rows) / sum(self.rows) if self.rows else 1.0
 
     def add(self, parts: LossParts, share: Number = 1.0) -> None:
-        """Adds what loss_fn returned for a microbatch, by its share.
+        """Adds the loss, weight and metrics of a microbatch, by its share.
 
         Raises:
-            StepError: If metrics have other names than before, or that of a stage's loss.
+            StepError: If metrics have other names than before, or the name of a stage's loss.
         """
         loss, weight, metrics = parts
         self._losses.append(counted(_scalar(loss, self._device), share))
@@ -214,8 +205,8 @@ class LossTerms:
     def metric(self, name: str) -> Tensor:
         """Returns a metric on this rank, a float64 scalar.
 
-        It is a mean over microbatches, by their shares; with weights a sum, to be divided by all
-        weights. The loss of a stage is its part of `total`.
+        It is a mean over microbatches, by their shares; if losses have weights, a weighted sum, to
+        be divided by all weights. The loss of a stage is its part of `total`.
         """
         values = self._metrics[name]
         if name in self._taken:
@@ -244,7 +235,7 @@ class LossTerms:
 
     @property
     def _missing(self) -> list[Tensor]:
-        """What stands for a loss, or for metrics, in an evaluation without a target."""
+        """The nan that replaces a loss, or metrics, in an evaluation without a target."""
         return [_scalar(math.nan, self._device)] if self._is_last else []
 
     def _sum(self, terms: list[Tensor]) -> Tensor:
@@ -254,19 +245,11 @@ class LossTerms:
 class Losses:
     """Sends the losses of a Scheduler, on a communicator of their own.
 
-    Args:
-        topology: Over all ranks; all of them make it together, and send as often.
-        device: Where losses are.
-        is_weighted: Whether losses are sums and have weights.
-        auxiliary: The names of the losses of stages, the same on all ranks.
-        tape: Where waits are recorded.
-        bounded: What waits for the other ranks; see `Bounded`.
-
     Attributes:
-        is_weighted: The argument.
-        learned: By forward_only: the names of loss_fn's metrics, the same on all ranks; None if no
-            rank has computed a loss in the first step. Then those of the other kind of step are
-            expected, if they are known.
+        is_weighted: Whether losses are sums and have weights.
+        learned: The names of loss_fn's metrics by forward_only, the same on all ranks; None if no
+            rank has computed a loss in the first step. Then the names from the other kind of step
+            are expected, if they are known.
     """
 
     def __init__(
@@ -282,14 +265,14 @@ class Losses:
         self._tape = tape
         self._bounded = bounded or nullcontext()
         self._ranks = ranks = sorted(topology.ranks)
-        # Each pipeline has a last stage, and the loss is the mean of theirs. Pipelines that are
-        # replicas have different data; others have the same data and the same loss.
+        # Each pipeline has a last stage, and the loss is the mean over pipelines. Pipelines that
+        # are replicas have different data; others have the same data and the same loss.
         self._num_copies = len(topology.pipelines)
         self._device = device
         self.is_weighted = is_weighted
         self._auxiliary = auxiliary
         self.learned = dict[bool, tuple[str, ...] | None]()
-        # Of this step, and of those that it continues.
+        # The weight of this step, and of all steps that it continues.
         self._weight = torch.zeros((), dtype=torch.float64, device=device)
         self._owes_weight = False  # whether other ranks wait for the weight of this step
         self._group: dist.ProcessGroup | None = None
@@ -304,20 +287,15 @@ class Losses:
         )
 
     def begin(self, *, continues: bool, reduces: bool) -> None:
-        """Begins a step with weights, before anything of it can fail.
-
-        Args:
-            continues: Whether it continues steps that only accumulated.
-            reduces: Whether its gradients are reduced.
-        """
+        """Begins a step with weights, before anything of it can fail."""
         if not continues:
             self._weight = torch.zeros_like(self._weight)
-        # Set before anything can fail: a rank whose step fails sends its part all the same, in
+        # Set before anything can fail, because a rank whose step fails must send its part too, in
         # `send_owed_weight`. Otherwise the others would wait for it in this all-reduce.
         self._owes_weight = reduces
 
     def terms(self, divisor: float, *, forward_only: bool, is_last: bool) -> LossTerms:
-        """Returns where the losses of a step are collected; see `LossTerms`."""
+        """Returns empty terms, which collect the losses of a step."""
         return LossTerms(
             divisor,
             self._device,
@@ -335,7 +313,7 @@ class Losses:
         return next((names for names in learned if names is not None), ())
 
     def divisor(self, terms: LossTerms) -> Tensor | None:
-        """Returns what gradients are to be divided by; None in a step that only accumulates.
+        """Returns the divisor of complete gradients; None in a step that only accumulates.
 
         It is the weight of a data rank's losses, as a mean over data ranks: a float64 scalar. All
         ranks call it when the computes of a step have ended. See [Note: divided at the end].
@@ -346,7 +324,7 @@ class Losses:
         if not self._owes_weight:
             return None
         total = self._send_weight(self._weight / self._num_copies).sums()[0]
-        # If everything is ignored, gradients become zero, as those of torch's cross_entropy are.
+        # If everything is ignored, gradients become zero, as in torch's cross_entropy.
         return torch.where(total == 0, math.inf, total)
 
     def send(
@@ -359,17 +337,9 @@ class Losses:
         outputs: Outputs = (),
         on_failure: Callable[[], str] = str,
     ) -> StepResult:
-        """Adds this rank's part of the loss to that of the others; returns at once.
+        """Adds this rank's part of the loss to the parts of the others; returns at once.
 
-        It sends what [Note: message of a loss] lists.
-
-        Args:
-            terms: Of this rank.
-            forward_only: Which kind of step it is: evaluation or training.
-            failed: Whether the step failed on this rank.
-            times: What this rank has measured; as many numbers on all ranks.
-            outputs: For the result.
-            on_failure: As that of `StepResult`.
+        It sends the numbers in [Note: message of a loss].
         """
         names, number = (*self._auxiliary, *(self._names(forward_only) or ())), self._num_copies
         numbers = [
@@ -407,8 +377,8 @@ class Losses:
         message = torch.stack([_scalar(number, self._device) for number in numbers])
         work: Started | None = None
         if self._group is not None:
-            # Not waited for: most loops read a loss some steps later or never, and the next step
-            # begins at once.
+            # Do not wait, because most loops read a loss some steps later or never, and the next
+            # step can begin at once.
             work, message = start_sum(message, self._group)
             # A result may be thrown away unread. Its work must live until it has ended.
             _have_ended(self._leaving)
@@ -424,14 +394,14 @@ def _have_ended(leaving: deque[Started]) -> bool:
 
 
 class Message:
-    """Sums over all ranks that are on their way.
+    """Sums over all ranks, still in flight.
 
     Args:
         numbers: ``(number,)``, float64, or ``(ranks, number)``: see `summed`. They are there when
             the work has ended.
-        work: What brings them; None if there is one rank.
-        tape: Where the wait for it is recorded.
-        bounded: What waits for the ranks whose numbers they are.
+        work: The collective that brings them; None if there is one rank.
+        tape: Records the wait for it.
+        bounded: Limits the wait for other ranks.
     """
 
     def __init__(
@@ -469,7 +439,7 @@ class Message:
         """Returns the sums. The host waits for them, the first time."""
         if self._read is None:
             sums = self.sums()
-            # On a device only this waits for it: a step that hangs there is seen here.
+            # On a device only this waits for it, and detects a step that hangs there.
             with nullcontext() if sums.is_cpu else self._bounded:
                 self._read = sums.tolist()
         return self._read
@@ -481,7 +451,7 @@ class Message:
 
     @property
     def wrong(self) -> str | None:
-        """What cannot be, of the numbers of a step; None if all can."""
+        """A description of the first invalid number of a step; None if all are valid."""
         weight, num_different = self.read()[2:_METRICS]
         if not 0 <= weight < math.inf:
             return (
@@ -491,7 +461,7 @@ class Message:
         return f"{num_different:g} times in the step {DIFFERENT}" if num_different else None
 
     def times(self, num_metrics: int) -> list[float] | None:
-        """Returns the sums of times, which are behind the metrics; None if a rank failed."""
+        """Returns the sums of times, which follow the metrics; None if a rank failed."""
         return None if self.has_failed else self.read()[_METRICS + num_metrics :]
 
 
@@ -514,17 +484,17 @@ class StepResult:
     """The loss of a step, its metrics, and on request the outputs of the last stage.
 
     Attributes:
-        outputs: Of an evaluation, or of a step with ``outputs=True``, on ranks with the last stage:
-            for each of its outputs the values of all microbatches, in order and detached. They are
-            one tensor, joined along the first dimension. If they differ in another dimension, they
-            are a tuple with a tensor for each microbatch. Elsewhere it is empty, and an index
-            raises an IndexError that says where they are. If loss_fn changes them in place, they
-            are changed here, too.
-        message: The sums of all ranks, for who needs no more of the result.
-        names: Of the metrics in it.
+        outputs: Outputs of an evaluation, or of a step with ``outputs=True``, on ranks with the
+            last stage: for each output the values of all microbatches, in order and detached. They
+            are one tensor, joined along the first dimension. If they differ in another dimension,
+            they are a tuple with a tensor for each microbatch. Elsewhere it is empty, and an index
+            raises an IndexError that names the ranks with outputs. If loss_fn changes them in
+            place, they are changed here, too.
+        message: The sums of all ranks, for readers that need no more of the result.
+        names: The names of the metrics in the message.
 
     Made by `Losses.send`. If the step failed on another rank after it had ended here,
-    ``on_failure`` drops what it left on this rank, and returns the words of that rank.
+    ``on_failure`` drops its gradients on this rank, and returns the error text of that rank.
     """
 
     def __init__(
@@ -557,7 +527,7 @@ class StepResult:
         return f"StepResult(loss {loss}{metrics}, outputs {shapes})"
 
     def backward(self) -> NoReturn:
-        """Refuses: the step has run backward.
+        """Raises an error, because the step has run backward already.
 
         Raises:
             StepError: Always.
@@ -592,7 +562,7 @@ class StepResult:
 
     @property
     def weight(self) -> Tensor:
-        """How much `loss` counts in a mean of several steps or evaluations: a float64 scalar.
+        """The weight of `loss` in a mean of several steps or evaluations: a float64 scalar.
 
         That mean is ``sum(r.loss * r.weight for r in results)``, divided by
         ``sum(r.weight for r in results)``. The weight is a mean over data ranks, the same on every
@@ -610,12 +580,11 @@ class StepResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics by name, on every rank: those of loss_fn, and the losses of stages.
+        """The metrics by name, on every rank: metrics of loss_fn, and losses of stages.
 
-        A metric of loss_fn is a mean as the loss is. With
-        ``loss_reduction="token_mean"`` each microbatch counts with its weight, and not at all if
-        the weight is 0. The loss of a stage is what it adds to `loss`. If several stages give a
-        loss of one name, it is their sum.
+        A metric of loss_fn is a mean as the loss is. With ``loss_reduction="token_mean"`` each
+        microbatch counts with its weight, and not at all if the weight is 0. The loss of a stage is
+        its part of `loss`. If several stages give a loss of one name, it is their sum.
 
         Sync: the host waits for them, the first time.
 
@@ -630,7 +599,7 @@ class StepResult:
         }
 
     def _sums(self) -> Tensor:
-        """Returns the sums of a step that has not failed, and whose numbers can be."""
+        """Returns the sums of a step that has not failed, and whose numbers are valid."""
         # See [Note: message of a loss].
         if self.message.has_failed:
             why = self._on_failure()

@@ -1,4 +1,4 @@
-"""Where this rank is in a Program: for errors, and for the report of a failure."""
+"""The position of this rank in a Program: for errors, and for the report of a failure."""
 
 from __future__ import annotations
 
@@ -14,22 +14,18 @@ _COLUMNS = 24  # of a grid
 
 
 class Place:
-    """How far this rank is in a step.
-
-    Args:
-        program: What all ranks do.
-        topology: As this rank sees it; its pipelines run the Program.
+    """The position of this rank in a step.
 
     Attributes:
         rank: This rank in its pipeline.
-        position: The number of the item that runs.
+        position: The index of the item that runs.
     """
 
     def __init__(self, program: Program, topology: Topology) -> None:
         self._program = program
         self._topology = topology
         self.rank = topology.coordinate(topology.pipeline)
-        self._ranks = topology.ranks_along(topology.pipeline)  # a Program has those of a pipeline
+        self._ranks = topology.ranks_along(topology.pipeline)  # a Program numbers pipeline ranks
         self.position = 0
 
     def items(self) -> Iterator[Item]:
@@ -37,9 +33,9 @@ class Place:
         return self._program.decoded(self.rank)
 
     def details(self) -> Details:
-        """Returns what this rank is at; any thread may call it."""
-        # The position is read once: the thread that runs the step goes on meanwhile, and all words
-        # must be of one item.
+        """Returns a description of the current item; any thread may call it."""
+        # The position is read once, because the thread that runs the step continues meanwhile, and
+        # all words must describe one item.
         program, topology, position = self._program, self._topology, self.position
         begun = list(islice(self.items(), position + 1))
         actions = [program.action(item) for item in begun if item.op is Op.COMPUTE]
@@ -57,12 +53,7 @@ class Place:
         )
 
     def drawn(self, pipeline: int, marks: Mapping[int, str]) -> str:
-        """Returns the grid of a pipeline, with the last action of each rank marked.
-
-        Args:
-            pipeline: Its number in the topology; rows have the global ranks of this one.
-            marks: The action of a pipeline rank as text; "" if it has not begun one.
-        """
+        """Returns the grid of a pipeline, with the last action of each rank marked."""
         schedule, words = self._program.schedule, {mark for mark in marks.values() if mark}
         actions = [a for actions in schedule.actions for a in actions if str(a) in words]
         ranks = self._topology.pipelines[pipeline]

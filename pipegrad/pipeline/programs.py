@@ -1,44 +1,45 @@
-"""Programs: which schedule has the next step, its Program, and the times that it follows.
+"""Programs: the schedule of the next step, its Program, and the times that it follows.
 
-[Note: adaptive schedules] All ranks must run the same Program. So a schedule changes only between
-two steps, on all ranks at once:
+[Note: adaptive schedules] A schedule changes only between two steps, on all ranks at once, because
+all ranks must run the same Program:
 
 1. In a step that is not the first of its kind, each rank measures its computes and its hops:
-   [Note: times of a step]. The numbers of all ranks are summed by the message of the loss, so no
-   message is added.
+   [Note: times of a step]. No message is added, because the message of the loss sums the numbers of
+   all ranks.
 2. Before the next training step, every rank reads the sums. They have the same bits on all ranks:
    each is one number, or a difference of two, and otherwise zeros.
-3. The generator, which is pure, says on every rank whether another schedule is to be taken.
+3. The generator, which is pure, decides on every rank whether another schedule follows.
 4. Only then do the ranks agree. They compare their new schedules, and an error of one rank is an
-   error of all. Each rank lowers and proves the Program, and goes on with it.
+   error of all. Each rank lowers and proves the Program, and continues with it.
 
 The sums of a step in which a rank failed are ignored. A step cannot begin before the message of the
-one before it has arrived. On CPU that costs little, since the first rank ends a step last and
+one before it has arrived. On CPU that costs little, because the first rank ends a step last and
 begins the next one first. Where the device has streams, the host waits for the device.
 
 [Note: other numbers] Each number of microbatches has a Program of its own, which is made and proven
-once. All ranks must run the same Program, so a step with a number that is not the Scheduler's own
-begins with an agreement of all ranks. A step of the Scheduler's own number has none, and costs no
-message. So a rank that was not given the number may already run the Scheduler's own Program, and
-wait for a rank that is in the agreement, which then ends after ``agree_seconds``. A rank whose
-agreement fails takes the step of the Scheduler's own number instead, as one whose batch is refused.
-That sends what the other ranks wait for, and they raise too.
+once. A step with another number than the Scheduler's own begins with an agreement of all ranks,
+because all of them must run the same Program. A step of the Scheduler's own number has no
+agreement, and costs no message. A rank that was not given the number may therefore already run the
+Scheduler's own Program, and wait for a rank in the agreement. That agreement ends after
+``agree_seconds``. A rank whose agreement fails runs the step of the Scheduler's own number instead,
+as a rank whose batch is refused. It sends the messages that the other ranks wait for, and they
+raise too.
 
 [Note: times of a step] Clocks of two ranks differ, and no clock is read on both ends of a message.
-Still a hop can be measured without a message of its own. Rank s sends a value at t1, and rank s+1
-has it at t2. Rank s+1 sends the gradient back at t3, and rank s has it at t4. What both transfers
-took is::
+Still a hop can be measured without an additional message. Rank s sends a value at t1, and rank s+1
+has it at t2. Rank s+1 sends the gradient back at t3, and rank s has it at t4. The time of both
+transfers is::
 
     (t4 - t1) - (t3 - t2)
 
-Each bracket has times of one clock. So rank s adds its own to a number that all ranks sum anyway,
-beside the loss, and rank s+1 subtracts its own. A message that waits, for the one before it or for
-a rank that still computes, makes the difference larger, but nothing makes it smaller. So a hop
-takes what the smallest difference of the first microbatches says: rank s+1 is idle before the
-first of them, and rank s before its gradient.
+Each bracket has times of one clock. Rank s adds its own bracket to a number that all ranks sum
+together with the loss, and rank s+1 subtracts its own. A message that waits, for the one before it
+or for a rank that still computes, makes the difference larger, but nothing makes it smaller.
+Therefore the smallest difference of the first microbatches measures a hop: rank s+1 is idle before
+the first of them, and rank s before its gradient.
 
-Where the device has streams, times are those of events on the current stream, and the host waits
-for the device at the end of a step.
+Where the device has streams, times come from events on the current stream, and the host waits for
+the device at the end of a step.
 """
 
 from __future__ import annotations
@@ -78,19 +79,11 @@ class Programs:
 
     See [Note: adaptive schedules] and [Note: other numbers].
 
-    Args:
-        pipeline: What all ranks agreed on, with the first schedule.
-        spec: What that was made of.
-        synced: Stages with parameters that other ranks update.
-        depth: How many receives of an edge are posted ahead.
-        name: Of the agreements; no other Scheduler has it.
-        timeout_seconds: How long an agreement waits for the slowest rank.
-
     Attributes:
-        spec: What schedules are made of now.
-        schedule: That of training steps of the Scheduler's own number of microbatches.
+        spec: The spec that generates schedules now.
+        schedule: The schedule of training steps with the Scheduler's own number of microbatches.
         first: The Program of the first schedule if every value has a gradient, and its proof.
-        times: Of the last step that was measured and read; None if there is none.
+        times: Times of the last step that was measured and read; None if there is none.
 
     Raises:
         ScheduleError: If the proof of the first Program fails.
@@ -125,11 +118,6 @@ class Programs:
     ) -> tuple[Program, Proof]:
         """Returns the Program of a schedule, and its proof.
 
-        Args:
-            schedule: What every rank computes.
-            links: The values that stages hand on, differentiable or not.
-            forward_only: Whether it is an evaluation.
-
         Raises:
             ScheduleError: If the proof fails.
         """
@@ -161,10 +149,6 @@ class Programs:
     def adapted(self, times: Times, step: int) -> Schedule | None:
         """Returns another schedule for the next training step; None if it stays as it is.
 
-        Args:
-            times: What steps take now.
-            step: Which step it is, counted alike on all ranks.
-
         Raises:
             PipegradError: If a rank cannot make the schedule, or does not come; on all ranks that
                 take part. Then nothing has changed.
@@ -179,28 +163,23 @@ class Programs:
             schedule = self._generated(generator, self.schedule.num_microbatches)
             return schedule, ("", f"stages on ranks {schedule.stage_to_rank}\n{schedule}")
 
-        # Nothing of this rank changes before all ranks have agreed: a rank whose agreement fails
-        # goes on with the schedule that the others have, too.
+        # Nothing on this rank changes before all ranks have agreed, because a rank whose agreement
+        # fails continues with the schedule of the others.
         schedule = self._agreed("another schedule", make, f"schedule/{step}")
         self.spec = generator
         return schedule
 
     def take(self, schedule: Schedule) -> None:
-        """Takes a schedule that `adapted` returned, on all ranks alike."""
+        """Replaces the schedule by a result of `adapted`, on all ranks alike."""
         self.schedule = schedule
-        # They were made for the schedule before. All ranks forget them at once: in `of_number` a
-        # rank says nothing of a schedule that all have compared.
+        # They were made for the schedule before. All ranks drop them at once, because in
+        # `of_number` a rank sends no grid of a schedule that all have compared.
         self._others.clear()
 
     # Other numbers of microbatches.
 
     def of_number(self, number: object, chunks: object, step: int) -> Schedule:
         """Returns the schedule of a step of other numbers, after an agreement of all ranks.
-
-        Args:
-            number: How many microbatches this rank has; None if the Scheduler's own.
-            chunks: Into how many chunks of time it cuts each, or their lengths; None likewise.
-            step: Which step it is, counted alike on all ranks.
 
         Raises:
             PipegradError: If there is no schedule of this number. Or if another rank has another
@@ -214,12 +193,12 @@ class Programs:
         what, words = "num_microbatches", f"{key[0]}"
         if chunks:
             what, words = f"{what} and chunks", f"{words} microbatches, chunks {chunks}"
-        # After the agreement: if it fails on any rank, all of them compare the schedule again the
-        # next time.
+        # After the agreement, because all ranks must compare the schedule again if it fails on any
+        # rank.
         self._others[key] = self._agreed(
             f"{what} of a step, which every rank is given alike, with or without inputs",
             lambda: (schedule, (words, "" if key in self._others else str(schedule))),
-            # Ranks that stay away from this agreement come to later ones.
+            # A name for each step, because ranks that miss this agreement come to later ones.
             f"{step}",
         )
         return schedule
@@ -230,7 +209,7 @@ class Programs:
     def _agreed(
         self, what: str, make: Callable[[], tuple[Schedule, tuple[str, str]]], name: str
     ) -> Schedule:
-        """Returns what `make` does, if its words and grids are the same on all ranks."""
+        """Returns the schedule of `make`, if its words and grids are the same on all ranks."""
         schedule, replies = agree_keeping(
             what,
             make,
@@ -249,10 +228,10 @@ def _is_whole(number: object) -> TypeGuard[int]:
 
 
 def _num_chunks(chunks: object, own: int) -> int:
-    """Returns how many chunks a step wants.
+    """Returns the number of chunks of a step.
 
     Raises:
-        StepError: If it is given something else than a number or lengths.
+        StepError: If `chunks` is neither a number nor lengths.
     """
     if chunks is None:
         return own
@@ -266,19 +245,14 @@ def _num_chunks(chunks: object, own: int) -> int:
 
 
 class StepTimes:
-    """How long the computes of a rank take, and the transfers between neighbours.
+    """The times of a rank's computes, and of transfers between neighbours.
 
     All ranks sum a table with a column for each rank of each pipeline. Rows are forwards,
     backwards, W, and for each of the first microbatches the hop from this rank to the next.
 
-    Args:
-        program: What all ranks do.
-        topology: As this rank sees it.
-        device: Where the rank computes.
-
     Attributes:
         shape: Pipelines, rows, ranks of a pipeline.
-        size: How many numbers there are of all ranks.
+        size: The number of entries of the table.
     """
 
     def __init__(self, program: Program, topology: Topology, device: torch.device) -> None:
@@ -295,12 +269,12 @@ class StepTimes:
         self._transfers = defaultdict[tuple[int, int, str], list[_Span]](list)
 
     def begin(self) -> None:
-        """Forgets what was seen; called when a step begins."""
+        """Drops the times of the last step; called when a step begins."""
         self._computes.clear()
         self._transfers.clear()
 
     def watched(self, item: Item, method: Method) -> Method:
-        """Returns the method of an item, watched if it says something of time."""
+        """Returns the method of an item, timed if its time counts."""
         if item.op is Op.COMPUTE:
             stage, kind, _ = self._program.action(item)
             return partial(self._timed, method, self._computes, (stage, kind))
@@ -327,7 +301,7 @@ class StepTimes:
         return event
 
     def numbers(self) -> list[float]:
-        """Returns what this rank adds to the numbers of all ranks.
+        """Returns this rank's terms of the sums over all ranks.
 
         Sync: the host waits for the device.
         """
@@ -342,7 +316,7 @@ class StepTimes:
         for (hop, microbatch, direction), there in self._transfers.items():
             back = self._transfers.get((hop, microbatch, "B"))
             if direction == "F" and back:
-                # Several values may cross. They take from the first send to the last arrival.
+                # Several values may cross: from the first send to the last arrival.
                 if hop == self._rank:  # t1 and t4
                     seconds = _seconds(there[0][0], back[-1][1])
                 else:  # t2 and t3
@@ -351,7 +325,7 @@ class StepTimes:
         return [float(number) for number in table.flatten().tolist()]
 
     def times(self, numbers: Sequence[float]) -> Times:
-        """Returns what the sums of all ranks say, the same on every rank."""
+        """Returns the times in the sums of all ranks, the same on every rank."""
         table = torch.tensor(numbers, dtype=torch.float64).view(self.shape)
         computes, both_ways = table.split([len(_ROWS), self._num_samples], dim=1)
         # A clock that is read twice at once may go backwards by a rounding error.

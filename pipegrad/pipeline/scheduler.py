@@ -43,68 +43,68 @@ from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.program.lower import DEPTH
 from pipegrad.topology import Topology
 
-# All ranks make their Schedulers in the same order, so this number names one on all of them.
+# This number names one Scheduler on all ranks, because they make them in the same order.
 _instances = count()
 
 
 class Scheduler:
-    """Runs the stages of this rank through a schedule; gradients are those of one process.
+    """Runs the stages of this rank through a schedule, with the gradients of one process.
 
     All ranks of the topology construct it together. An error on one rank is an error on all ranks,
     before anything is sent. The schedule is lowered to a Program, and the Program is proven
-    (`verify`). The first step finds out what the outputs of stages look like.
+    (`verify`). The first step determines the shapes and dtypes of the outputs of stages.
 
     Args:
         stages: The stages that the schedule places on this rank; or a `Cut`, of which it takes
             these.
-        topology: Over all ranks. The schedule says which rank has which stages.
+        topology: The topology of all ranks. The schedule places stages on them.
         schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`. Some change it
             when steps were measured: ``"adaptive-1f1b"`` after any step, ``"hop-aware-1f1b"``,
             ``"hop-aware-zb-h1"`` and ``"auto"`` after the second one, unless they are given costs.
-        num_microbatches: Into how many a batch is cut, along the first dimension. A step may have
-            another number.
-        loss_fn: Takes the last stage's outputs and a microbatch's ``target``, which go to its
-            parameters as inputs go to those of a `Stage`. Returns one element, or ``(loss,
+        num_microbatches: The number of microbatches of a step, along the first dimension. A step
+            may have another number.
+        loss_fn: Takes the last stage's outputs and a microbatch's ``target``. They go to its
+            parameters as inputs go to the parameters of a `Stage`. Returns one element, or ``(loss,
             metrics)`` with a mapping of names and numbers, or tensors of one element: see
             `StepResult.metrics`. All microbatches of all steps have the same names. A `Cut` has the
-            model's own loss, if a step is given labels.
+            model's own loss, if a step has labels.
         loss_reduction: ``"mean"``: the loss of a step is the mean over microbatches and data ranks.
             A microbatch counts by its rows, if the step cuts them. With ``nn.CrossEntropyLoss``,
             ``nn.NLLLoss``, their functions or `chunked_cross_entropy` as loss_fn it counts by its
-            labels, or by the weights of their classes. So it is the mean of one process. Another
-            loss must be a mean over rows: one over a mask, or of pairs of rows, is not, and nothing
-            warns. This is the default, but for the own loss of a `Cut`.
+            labels, or by the weights of their classes. The loss then equals the mean of one
+            process. Another loss must be a mean over rows: one over a mask, or of pairs of rows, is
+            not, and nothing warns. This is the default, but for the own loss of a `Cut`.
             ``"token_mean"``: loss_fn returns ``(sum, weight)`` or ``(sum, weight, metrics)``, such
             as the sum of ``cross_entropy(..., ignore_index=-100, reduction="sum")`` and the number
             of targets that are not ignored. The loss is the sum over all microbatches and data
-            ranks, divided by the sum of all weights, and gradients are those of this loss. If that
-            sum is 0, the loss is nan and gradients are zero, as in one process. In steps inside
-            ``sync.accumulate()`` weights add up too: gradients are divided by all of them. Until
-            the end of a step gradients are sums, so float16 needs a small loss scale.
+            ranks, divided by the sum of all weights, and gradients belong to this loss. If that sum
+            is 0, the loss is nan and gradients are zero, as in one process. In steps inside
+            ``sync.accumulate()`` weights add up too: gradients are divided by all of them. float16
+            needs a small loss scale, because gradients are sums until the end of a step.
         loss_over: ``"microbatch"``, or ``"batch"``: loss_fn runs once a step, with the rows of all
             microbatches in each output and in the target, as in a contrastive loss. An output whose
-            microbatches differ beyond the first dimension is a tuple of them. The loss is that of
-            the step, and a mean over data ranks, each of which has its own batch. All forwards of
+            microbatches differ beyond the first dimension is a tuple of them. `StepResult.loss` is
+            the mean of this loss over data ranks, each of which has its own batch. All forwards of
             the last stage come before its backwards, as in ``"gpipe"``. With ``recompute`` of the
-            last stage, its outputs alone are kept until then.
+            last stage, only its outputs are kept until then.
         whole: Names of inputs that belong to no sample, such as a table of rotary frequencies.
             Every microbatch gets them whole. They may be anything, also ``"target"``.
-        codecs: How values cross hops between pipeline ranks in fewer bytes. A name or table of the
-            group ``pipegrad.codecs``, or an `EdgeCodec`: on all hops. ``{"activations": ...,
+        codecs: Codecs that send values between pipeline ranks in fewer bytes. A name or table of
+            the group ``pipegrad.codecs``, or an `EdgeCodec`: on all hops. ``{"activations": ...,
             "gradients": ...}``: another one for each. ``{"0-1": ..., "2-3": ...}``: on these hops,
-            in both directions. None: values cross as they are.
-        tied: As `GradientSync`.
-        handlers: As `GradientSync`.
-        depth: How many receives of an edge are posted ahead.
-        accessor: As `GradientSync`.
-        agree_seconds: As `GradientSync`. In the first step ranks wait for each other so long, or
-            for the timeout of the process group, at most ten minutes, if that is longer: kernels
-            may be compiled there.
+            in both directions. None: values are sent unencoded.
+        tied: See `GradientSync`.
+        handlers: See `GradientSync`.
+        depth: The number of receives of an edge that are posted ahead.
+        accessor: See `GradientSync`.
+        agree_seconds: See `GradientSync`. In the first step ranks wait for each other so long, or
+            for the timeout of the process group, at most ten minutes, if that is longer, because
+            kernels may be compiled there.
         **options: Fields of `GradientOptions` by name, but for the ticks of the schedule.
 
     Attributes:
         sync: The gradient layer: clipping, statistics, its plan.
-        topology: With the schedule's stages.
+        topology: The topology with the schedule's stages.
 
     Raises:
         PipegradError: If anything does not fit together; on all ranks alike.
@@ -129,8 +129,8 @@ class Scheduler:
         agree_seconds: float = AGREE_SECONDS,
         **options: Unpack[GradientKeywords],
     ) -> None:
-        # The gradient layer needs the ticks of the schedule, so the wiring comes first. The program
-        # needs the plan of the gradient layer, so it comes last.
+        # The wiring comes first, because the gradient layer needs the ticks of the schedule. The
+        # program comes last, because it needs the plan of the gradient layer.
         pipeline = agree_on_wiring(
             stages,
             topology,
@@ -151,8 +151,8 @@ class Scheduler:
         if not isinstance(stages, Sequence):
             if isinstance(tied, Sequence):  # GradientSync refuses others, on all ranks alike
                 tied = AllTies([*stages.tied, *tied])
-            # Before the gradient layer: it makes replicas equal, and master copies, of these
-            # values.
+            # Before the gradient layer, because it makes replicas equal, and master copies, from
+            # these values.
             stages.load(self.topology.local_stages, self)
         self.sync = GradientSync(
             modules,
@@ -223,15 +223,15 @@ class Scheduler:
         ``"target"``, and other parts only if they are parts of `target`.
 
         Tensors are cut into microbatches along their first dimension, as evenly as
-        `torch.tensor_split` does. All that are given on one rank have the same number of rows, at
-        least one for each microbatch, or `rows_of` says how many each sample has. Another step may
-        have another number, and so may a replica. A value may be a tree: dicts, lists and tuples of
-        tensors, cut leaf by leaf. Every microbatch gets the values of ``whole``, tensors without
-        dimensions, numbers, strings and None as they are. Anything else is refused. Afterwards
-        `inputs` says what was done.
+        `torch.tensor_split` does. All tensors on one rank have the same number of rows, at least
+        one for each microbatch, or `rows_of` has the number of rows of each sample. Another step
+        may have another number, and so may a replica. A value may be a tree: dicts, lists and
+        tuples of tensors, cut leaf by leaf. Every microbatch gets the values of ``whole``, tensors
+        without dimensions, numbers, strings and None as they are. Anything else raises a StepError.
+        Afterwards `inputs` describes how each input was cut.
 
         An input or the target may come from a graph of the caller's, such as an encoder's output.
-        When a step returns, backward has run through that graph once. The gradient is that of this
+        When a step returns, backward has run through that graph once. Its gradient belongs to this
         data rank's loss, through the stages of this rank that take the value.
 
         Args:
@@ -243,36 +243,36 @@ class Scheduler:
                 all data ranks, divided by the number of data ranks; or make the Scheduler with
                 ``loss_reduction="token_mean"``, which counts them. The ranks of stages with a loss
                 need it. Other ranks may give it too, and then the same number.
-            microbatches: Ready microbatches, in place of inputs and target. Each is what alone may
-                hold the inputs, with ``"target"``, whatever a loader calls its labels; None or
-                empty on ranks that need nothing. They go to the stages as they are: each may have
-                other shapes, and values of any type.
-                Inputs of ``whole`` may be given beside them.
+            microbatches: Ready microbatches, instead of inputs and target. Each has the form of a
+                single argument that holds the inputs, with its labels as ``"target"``, whatever a
+                loader calls them; None or empty on ranks that need nothing. They go to the stages
+                unchanged: each may have other shapes, and values of any type. Inputs of ``whole``
+                may be given in the same call.
             num_microbatches: Another number of microbatches than the Scheduler's, for this step.
                 All ranks must give it, or as many `microbatches`. The first step of a number makes
                 and proves its Program. If ranks disagree, all raise, after ``agree_seconds``.
-            rows_of: Of tensors whose rows are no samples, such as images or their patches: name ->
-                how many rows each sample has, in the order of samples, a list or tensor of
-                integers from 0. These rows are cut where samples are. It may have tensors that
-                this rank does not need. A `Cut` of transformers finds out itself what grids or the
-                tokens of images tell.
-            chunks: Into how many chunks of time each microbatch is cut, or their lengths: for
-                stages that carry a state from chunk to chunk, with its gradient, and a schedule
-                such as ``"chunked-1f1b"``. Each chunk is a microbatch of the schedule. The loss is
-                that of whole sequences: the mean of a chunk counts by its length. With
-                ``loss_divisor`` the losses of all chunks are summed, so they are to be sums, and so
-                is a loss of a stage if chunks are uneven. A target has an entry for each position.
+            rows_of: The number of rows of each sample, for tensors whose rows are no samples, such
+                as images or their patches: name -> a list or tensor of integers from 0, in the
+                order of samples. These rows are cut at the borders of samples. The mapping may have
+                tensors that this rank does not need. A `Cut` of transformers derives these numbers
+                from grids or the tokens of images.
+            chunks: The number of chunks of time of each microbatch, or their lengths: for stages
+                that carry a state from chunk to chunk, with its gradient, and a schedule such as
+                ``"chunked-1f1b"``. Each chunk is a microbatch of the schedule. The loss is the loss
+                of whole sequences: the mean of a chunk counts by its length. With ``loss_divisor``,
+                loss_fn must return sums, because the losses of all chunks are summed; a loss of a
+                stage must be a sum if chunks are uneven. A target has an entry for each position.
                 All ranks must give it, as `num_microbatches`.
-            time_dim: Which dimension is time. Every tensor that has it is cut there, and all of
+            time_dim: The dimension of time. Every tensor that has it is cut there, and all of
                 them have the same length. A mapping has it by name, None for an input without
                 time; others have theirs along dimension 1.
             outputs: Whether the result has the outputs of the last stage. They are kept until the
-                step ends. Only the ranks of the last stage need to ask.
+                step ends. Only the ranks of the last stage need to set it.
             **named: External inputs by name.
 
         Returns:
             The loss and the metrics of this call alone, on every rank, also inside
-            ``sync.accumulate()``; they are still on their way. `StepResult.weight` joins them.
+            ``sync.accumulate()``; they are still in flight. `StepResult.weight` joins them.
 
         Sync: all on the current stream; call every step from the same one.
 
@@ -282,7 +282,7 @@ class Scheduler:
                 microbatch.
             AgreementError: If ranks disagree on the number of microbatches; then ranks with the
                 Scheduler's own number raise a StepError. On all ranks, in the steps 1, 2, 4, 8 and
-                so on and every `check_every` steps, if those of one pipeline were given different
+                so on and every `check_every` steps, if ranks of one pipeline were given different
                 batches, or ranks different ``loss_divisor``.
             Exception: The error of a stage; on other ranks a StepError with its words.
         """
@@ -339,16 +339,16 @@ class Scheduler:
         *parameters: Never,
         group_of: NamedGroupOf | None = None,
         others: Callable[..., torch.optim.Optimizer] | None = None,
-        **options: Any,  # noqa: ANN401 - those of `kind`
+        **options: Any,  # noqa: ANN401 - options of `kind`
     ) -> Optimizer:
-        """Returns an optimizer of what this rank steps; see `GradientSync.optimizer`."""
+        """Returns an optimizer of this rank's main parameters; see `GradientSync.optimizer`."""
         return self.sync.optimizer(kind, *parameters, group_of=group_of, others=others, **options)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what this rank's handlers and codecs keep from step to step.
+        """Returns the state of this rank's handlers and codecs.
 
-        It is what `GradientSync.state_dict` returns, with the errors of codecs beside it; empty if
-        there is nothing. It can be loaded on the same rank, with the same plan.
+        It contains the result of `GradientSync.state_dict` and the errors of codecs; empty if there
+        is nothing. It can be loaded on the same rank, with the same plan.
 
         Raises:
             StepError: Inside a step.
@@ -364,7 +364,7 @@ class Scheduler:
 
         Raises:
             PlanError: On every rank, as `GradientSync.load_state_dict`, or if the state of codecs
-                is none of theirs, or of another cut. Then they start anew.
+                is invalid, or belongs to another cut. Then they start anew.
             StepError: Inside a step.
         """
         self._steps.feedback.clear()
@@ -374,22 +374,22 @@ class Scheduler:
 
     @property
     def schedule(self) -> Schedule:
-        """What every rank computes, in the next step."""
+        """The actions of all ranks in the next step."""
         return self._programs.schedule
 
     @property
     def program(self) -> Program:
-        """What every rank does in the next training step; printable."""
+        """The actions and transfers of all ranks in the next training step; printable."""
         return self._steps.proven[0]
 
     @property
     def proof(self) -> Proof:
-        """How many live activations and buffers that needs on each rank."""
+        """The numbers of live activations and buffers of `program` on each rank."""
         return self._steps.proven[1]
 
     @property
     def inputs(self) -> dict[str, str]:
-        """What the last step did with each of its inputs on this rank, in words.
+        """A description of the treatment of each input of this rank in the last step.
 
         By name, and for a tree by name and path: ``{"x": "8 rows, cut into 4 microbatches of 2",
         "batch['scale']": "whole in every microbatch"}``. Empty before the first step.
@@ -398,7 +398,7 @@ class Scheduler:
 
     @property
     def times(self) -> Times | None:
-        """What the step before the last one took, on all ranks; None if it was not measured.
+        """The times of the step before the last one, on all ranks; None if it was not measured.
 
         Steps are measured from the second one on, while the schedule may still change by it.
         """
@@ -406,12 +406,12 @@ class Scheduler:
 
     @property
     def codecs(self) -> CodecChoice:
-        """Which codec carries what over which hop; printable."""
+        """The codecs of all hops, for activations and gradients; printable."""
         return self._steps.pipeline.codecs
 
     @property
-    def choice(self) -> Any:  # noqa: ANN401 - that of whoever makes schedules
-        """Why the schedule ``"auto"`` is what it is; None for others, and before it is chosen."""
+    def choice(self) -> Any:  # noqa: ANN401 - the type depends on the generator
+        """The reason for the choice of ``"auto"``; None for others, and before it is chosen."""
         generator = self._programs.spec
         if not isinstance(generator, MeasuredGenerator):
             return None
@@ -421,7 +421,7 @@ class Scheduler:
 
     @property
     def steps(self) -> Steps:
-        """What runs the steps of this rank; for `pipegrad.observe`."""
+        """The object that runs the steps of this rank; for `pipegrad.observe`."""
         return self._steps
 
     def close(self) -> None:
@@ -430,7 +430,7 @@ class Scheduler:
 
 
 def _complaint_of(options: Collection[str]) -> str:
-    """Returns what is wrong with the names of further options of a Scheduler; "" if nothing is."""
+    """Returns a message about unknown names of further options; "" if all are known."""
     fields = GradientKeywords.__annotations__.keys()
     if not (unknown := sorted(set(options) - fields)):
         return ""

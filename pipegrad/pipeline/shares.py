@@ -1,10 +1,10 @@
-"""Shares: how much the mean of each microbatch counts, so that their sum is that of one process.
+"""Shares: weights of microbatches, with which the sum of their means is the mean of one process.
 
 With ``loss_reduction="mean"`` each microbatch has a loss that is a mean, and one process would take
-the mean of the whole batch. So a loss counts by its rows, if pipegrad has cut them, or by what
-torch's own cross_entropy, or `chunked_cross_entropy`, divides by: its labels, or the weights of
-their classes. The rank of the last stage knows both, and no other rank needs them: the mean of all
-shares is 1.
+the mean of the whole batch. Therefore a loss counts by its rows, if pipegrad has cut them, or by
+the divisor of torch's own cross_entropy, or `chunked_cross_entropy`: its labels, or the weights of
+their classes. The rank of the last stage has both, and no other rank needs them, because the mean
+of all shares is 1.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _ASK = "make the Scheduler with loss_reduction='token_mean', and return (sum of 
 
 
 def counted(value: Tensor, share: Number) -> Tensor:
-    """Returns a number by the share of its microbatch. A mean of no labels is nan, and no part."""
+    """Returns a value times its share; 0 if the share is 0, because the value may be nan then."""
     if isinstance(share, Tensor):
         return torch.where(share == 0, 0.0, value * share)
     return value if share == 1 else value * share
 
 
 class _Mean(NamedTuple):
-    """What a loss says of the mean that it takes.
+    """The kind of mean that a loss computes.
 
     Attributes:
         is_torchs: Whether it is torch's own, with nothing around it: then `divisor` is right.
-        reduction: As torch calls it.
+        reduction: The name of the reduction in torch.
         ignored: The label that does not count.
-        weight: Of classes.
+        weight: The weights of classes; None if there are none.
     """
 
     is_torchs: bool
@@ -54,7 +54,7 @@ class _Mean(NamedTuple):
     weight: Tensor | None
 
     def divisor(self, labels: Tensor) -> Tensor:
-        """Returns what torch divides the losses of labels by: a float64 scalar."""
+        """Returns the divisor of torch's loss for labels: a float64 scalar."""
         counts = labels != self.ignored
         if self.weight is None:
             return counts.sum(dtype=torch.float64)
@@ -69,20 +69,13 @@ def shares(
     sizes: Sequence[float] = (),
     chunks: int = 1,
 ) -> tuple[Shares | None, Number]:
-    """Returns how much each microbatch counts, None if all count alike; and the whole batch.
+    """Returns the share of each microbatch, None if all are equal; and the weight of the batch.
 
-    The batch counts by its rows, by what torch's loss divides by, or by its microbatches.
-
-    Args:
-        loss_fn: As the Scheduler was given it, or bound.
-        targets: For each microbatch.
-        rows: How many were cut into microbatches; None if the caller has cut them.
-        sizes: How much of the batch each microbatch has; empty if they count alike.
-        chunks: Of time, into which a sequence is cut: then each of them is a microbatch.
+    The weight of the batch is its rows, the divisor of torch's loss, or its microbatches.
     """
     mean, number = _mean_of(loss_fn), len(targets)
     if mean.reduction == "sum":
-        # Sums are divided by the number of sequences, in how many chunks they may be.
+        # Sums are divided by the number of sequences, whatever the number of their chunks.
         return (None if chunks == 1 else [float(chunks)] * number), number // chunks
     labels = _labels(targets)
     if labels and mean.is_torchs:
@@ -106,13 +99,7 @@ def _labels(targets: Sequence[object]) -> list[Tensor]:
 def warn_of_labels(
     loss_fn: object, targets: Sequence[object], name: str, *, has_replicas: bool
 ) -> None:
-    """Warns, once, of a mean over labels that is not that of one process.
-
-    Args:
-        loss_fn: As of `shares`.
-        targets: For each microbatch.
-        name: Of the Scheduler, the same on all ranks.
-        has_replicas: Whether others compute means of other labels.
+    """Warns, once, of a mean over labels that differs from the mean of one process.
 
     Sync: on a device the host waits.
     """
@@ -150,12 +137,12 @@ def warn_of_labels(
 
 
 def _mean_of(loss_fn: object) -> _Mean:
-    """Returns what a loss, or torch's loss that its code names, says of its mean."""
+    """Returns the mean that a loss, or torch's loss that its code names, computes."""
     loss_fn = loss_fn.function if isinstance(loss_fn, Binding) else loss_fn
     options: dict[str, Any] = getattr(loss_fn, "keywords", {})  # of functools.partial
     is_torchs = not getattr(loss_fn, "args", ())
     loss_fn = getattr(loss_fn, "func", loss_fn)
-    # A subclass that overrides no forward is what its parent is.
+    # A subclass that overrides no forward computes the same as its parent.
     forward = getattr(getattr(loss_fn, "forward", None), "__func__", None)
     of = next((x for x in _named_by(loss_fn) if isinstance(x, _TORCHS)), loss_fn)
     weight = options.get("weight", getattr(of, "weight", None))
@@ -169,7 +156,7 @@ def _mean_of(loss_fn: object) -> _Mean:
 
 
 def _named_by(loss_fn: Any) -> Iterator[object]:  # noqa: ANN401 - any callable
-    """Yields a loss, the modules in it, and what its code names."""
+    """Yields a loss, the modules in it, and the objects that its code names."""
     owner = getattr(loss_fn, "__self__", loss_fn)
     yield from owner.modules() if isinstance(owner, nn.Module) else (owner,)
     function = getattr(loss_fn, "__func__", loss_fn)

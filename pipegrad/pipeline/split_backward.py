@@ -1,10 +1,10 @@
-"""Split backward: the gradients of a stage's inputs now, those of its weights later.
+"""Split backward: the gradients of a stage's inputs now, the gradients of its weights later.
 
 [Note: what waits] The gradients of weight matrices are products. They are a third of a step's
 compute, and no other stage needs them. `backward_inputs` runs everything except these products, in
 one pass of autograd that frees its graph, and keeps their two factors. `accumulate` multiplies
-them. Nothing is computed twice. Each use of a weight is a product of its own, so uses may be many,
-nested, or shared by stages.
+them. Nothing is computed twice. Uses of a weight may be many, nested, or shared by stages, because
+each use is a product of its own.
 
 Everything else, such as biases, norms and embeddings, costs little and does not wait. If a weight
 goes into an autograd function or a compiled module, its gradient is computed at once, and is right
@@ -13,8 +13,8 @@ checkpoint do not wait: it would have to run its forward once more. For such a s
 `Stage(recompute=True)` does both.
 
 A product waits if two things hold. From its weight to a parameter there are only nodes with one
-successor, such as views and casts. And everything that uses the parameter waits. Both are read from
-autograd's graph, so modules may do with their weights what they like.
+successor, such as views and casts. And everything that uses the parameter waits. Modules may use
+their weights in any way, because both are read from autograd's graph.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Waiting:
     """The part of a microbatch's backward that waits.
 
     Attributes:
-        products: In the order in which autograd reached them.
+        products: Products, in the order in which autograd reached them.
         early: Names of nodes whose weights cannot wait.
     """
 
@@ -75,7 +75,7 @@ def backward_inputs(
     leaves, waiting, early = _explore(roots, parameters, marked)
     now = [node.variable for node in leaves]
     # A leaf that autograd reaches by another way gets a gradient now. Then none of its uses waits,
-    # since its hooks must see one sum.
+    # because its hooks must see one sum.
     ids = set(map(id, now))
     waiting = [each for each in waiting if id(each[1].parameter) not in ids]
     if not waiting:
@@ -83,8 +83,8 @@ def backward_inputs(
         return Waiting([], early)
     arrived = list[WeightProduct]()
     # A node computes the gradient of an argument only if that leads to a needed node. The leaves of
-    # waiting weights are not needed, so their products are not computed. The nodes of products are
-    # needed themselves: some of them may lead to nothing else.
+    # waiting weights are not needed, and their products are not computed. The nodes of products are
+    # needed themselves, because some of them may lead to nothing else.
     bare = [leaf for leaf in now if leaf.grad is None]
     for node, _ in waiting:
         if issubclass(type(node), BackwardCFunction):  # it cannot see which gradients are needed
@@ -96,7 +96,7 @@ def backward_inputs(
     finally:
         for hook in hooks:
             hook.remove()  # a node may outlive its graph
-    # A new gradient may lie in the memory of what waits, and will be added to in place.
+    # A new gradient may lie in the memory of a waiting factor, and will be added to in place.
     taken = {
         leaf.grad.untyped_storage().data_ptr()
         for leaf in bare
@@ -112,7 +112,7 @@ def backward_inputs(
 def _arrive(
     product: WeightProduct, arrived: list[WeightProduct], gradients: tuple[Tensor | None, ...]
 ) -> None:
-    """Keeps the gradient of what a node made; autograd calls it right before it runs the node."""
+    """Keeps the gradient of a node's output; autograd calls it right before it runs the node."""
     if (gradient := gradients[0]) is not None:
         product.keep(gradient)
         arrived.append(product)
@@ -121,10 +121,10 @@ def _arrive(
 def _explore(
     roots: Sequence[Tensor], parameters: Collection[int], marked: Collection[int]
 ) -> tuple[list[Any], list[tuple[Any, WeightProduct]], tuple[str, ...]]:
-    """Reads from autograd's graph what a backward runs at once, and what can wait.
+    """Finds in autograd's graph the leaves of a backward, and the products that can wait.
 
     Returns:
-        The nodes of leaves that get their gradients at once; each product that can wait, behind the
+        The nodes of leaves that get their gradients at once; each product that can wait, with the
         node of the forward's product; and `Waiting.early`.
     """
     # This loop sees every node of every microbatch, and Python's time there counts.
@@ -172,7 +172,7 @@ def _split(
         if not chain:
             continue
         if rule.raw_operand(node).unpack_hook is not None:
-            early[PACKED] = None  # a rule may read what was saved, and would unpack it
+            early[PACKED] = None  # a rule may read saved tensors, and would unpack them
         elif (factors := rule.factors(node, chain)) is None:
             continue
         elif not _BEGINS_AT_FUNCTIONS and issubclass(type(edge[0]), BackwardCFunction):
@@ -225,8 +225,8 @@ FactorsOf = Callable[[Tensor, Tensor, bool], Factors]
 class WeightProduct:
     """A use of a weight, whose gradient waits.
 
-    It is an object of few others, since many wait at once: Python's garbage collector looks at
-    them all.
+    It refers to few other objects, because many products wait at once and Python's garbage
+    collector looks at them all.
 
     Attributes:
         parameter: The parameter that the weight is made of.
@@ -248,7 +248,7 @@ class WeightProduct:
     gradient_version: int = 0
 
     def keep(self, gradient: Tensor) -> None:
-        """Takes the gradient, to multiply it later."""
+        """Keeps the gradient, to multiply it later."""
         self.gradient = gradient
         self.gradient_version = gradient._version
 
@@ -269,7 +269,7 @@ class WeightProduct:
         return self.factors_of(operand, gradient, self.is_transposed)
 
     def gradient_at_edge(self) -> tuple[GradientEdge, Tensor]:
-        """Returns where autograd takes the product, and the product."""
+        """Returns the edge of autograd's graph that takes the product, and the product."""
         factors = self.factors()
         product = factors[0] if len(factors) == 1 else factors[0] @ factors[1]
         if self.edge is None:
@@ -288,10 +288,10 @@ def by_parameter(products: Iterable[WeightProduct]) -> dict[int, list[WeightProd
 def accumulate(groups: Iterable[Sequence[WeightProduct]]) -> None:
     """Adds the waiting products of some parameters in a microbatch to their gradients.
 
-    One pass of autograd adds them. So hooks of a parameter, and all nodes between a weight and its
-    parameter, see the sum of all uses, as in a whole backward. If nothing is between the two, a
-    product is added while it is computed, without memory of its own, where there is a gradient to
-    add to.
+    One pass of autograd adds them, because hooks of a parameter, and all nodes between a weight and
+    its parameter, must see the sum of all uses, as in a whole backward. If nothing is between the
+    two, a product is added while it is computed, without memory of its own, where there is a
+    gradient to add to.
 
     Args:
         groups: For each parameter, all its products that wait in the microbatch.
@@ -320,7 +320,8 @@ def accumulate(groups: Iterable[Sequence[WeightProduct]]) -> None:
             for hook in list(accumulate_hooks(parameter).values()):  # one may remove itself
                 hook(parameter)
         if by_edge:
-            # Microbatches may share nodes, such as casts that autocast keeps. So the graph stays.
+            # Keep the graph, because microbatches may share nodes, such as casts that autocast
+            # keeps.
             torch.autograd.backward(list(by_edge), list(by_edge.values()), retain_graph=True)
 
 
@@ -338,10 +339,11 @@ def may_write(products: Sequence[WeightProduct], into: Tensor | None) -> bool:
 
 
 # [Note: direct] Autograd adds to a parameter's gradient in a node. The node may have hooks of its
-# own, and torch has no way to list them. Whoever wants hooks there must hold the node, or it dies
-# with the last graph that ends in it. So nodes are marked right before a step, when there are no
-# graphs, and not held. If the mark is there in the step, then somebody holds the node, and its
-# gradients go through it. If it is not, the node is new and has no hooks.
+# own, and torch has no way to list them. A node lives only while an object holds it: code that
+# wants hooks there must hold it, or it dies with the last graph that ends in it. Nodes are marked
+# right before a step, when there are no graphs, and not held. If the mark is there in the step,
+# then other code holds the node, and its gradients go through it. If it is not, the node is new and
+# has no hooks.
 _MARK = "pipegrad"
 
 
@@ -374,7 +376,7 @@ class Rule(NamedTuple):
     """An argument of a kind of product that may be a weight that waits.
 
     Attributes:
-        argument: Which one it is.
+        argument: The index of the argument.
         operand: Returns the factor that is no weight, from the product's node.
         raw_operand: Returns how that was saved.
         factors: Returns how to compute the gradient of the weight, from the node and the nodes
@@ -447,7 +449,7 @@ PRODUCTS: dict[str, tuple[Rule, ...]] = {
         _rule(2, "mat1", lambda node, _: _right if node._saved_alpha == 1 else None),
     ),
     "ConvolutionBackward0": (_rule(1, "input", _kernel),),
-    # With a dimension more, since no product of two factors makes its weight's gradient.
+    # With a dimension more, because no product of two factors makes its weight's gradient.
     f"{HeadLoss.__name__}Backward": (
         Rule(1, lambda n: n.saved_tensors[0][None], lambda n: n._raw_saved_tensors[0], _head),
     ),

@@ -1,4 +1,4 @@
-"""Stage: a piece of the model, the names of its ends, and how its module is called."""
+"""Stage: a part of the model, the names of its inputs and outputs, and the call of its module."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _REST = None  # goes to *args
 
 
 Counts = Sequence[int] | Tensor  # for each sample, how many rows of a tensor it has
-_Given = Mapping[str, object]  # what a step is given, by name
+_Given = Mapping[str, object]  # the arguments of a step by name
 
 
 @dataclass(frozen=True)
 class BatchRules:
-    """What a model knows of what a step is given, so that nobody has to say it.
+    """Rules of a model for the inputs of a step, which users then need not give.
 
     Attributes:
-        accepts: Of stages that take everything that no stage names: which names, in the order of
-            inputs without a name; None if it may be any.
-        rows_of: Returns how many rows each sample has of those inputs whose rows are no samples.
-        samples_along: Returns along which dimension samples are, where it is not the first; None:
-            along none.
-        in_time: Returns what may be cut into chunks of time instead of a microbatch, and along
-            which dimension time is where it is not `time_dim` of the step. A label that belongs to
-            the token before it, for example, must not move to the next chunk.
+        accepts: Names that stages may take from a step although no stage names them, in the order
+            of inputs without a name; None if any name is allowed.
+        rows_of: Returns the number of rows of each sample, for inputs whose rows are no samples.
+        samples_along: Returns the dimension of samples of each input where it is not the first;
+            None if it has none.
+        in_time: Returns the values to cut into chunks of time instead of a microbatch, and the
+            dimension of time where it is not `time_dim` of the step. For example, a label that
+            belongs to the token before it must not move to the next chunk.
     """
 
     accepts: Sequence[str] | None = None
@@ -49,41 +49,41 @@ class BatchRules:
 
 
 class Stage:
-    """A module, and which stage of the pipeline it is. Names make edges.
+    """A module, and its index among the stages of the pipeline. Names make edges.
 
     An input is the output of that name of the nearest earlier stage that has one. If no stage has
-    one, it is the argument of that name of `Scheduler.step`. So any output may feed any later
-    stages.
+    one, it is the argument of that name of `Scheduler.step`. Any output may feed any later stages.
 
     Args:
         module: Takes the inputs, returns the outputs. An input goes to the parameter of
             ``module.forward`` that has its name. If no input has such a parameter, all go by
             position. If only some have, the others take the parameters that are left, in order.
             The module may not change inputs in place.
-        index: Which stage it is, from 0.
+        index: The index of the stage, from 0.
         inputs: Names of its inputs.
-        outputs: Names of its outputs, which are tensors. Those of the last stage go to the loss, in
-            order. If the module returns a mapping, a dataclass or a named tuple that has these
-            names, they are taken from it, and the rest of it stays behind. Of a tensor, tuple or
-            list, the first values are the outputs, in order. No other tensor may follow them, but
-            None and numbers may.
+        outputs: Names of its outputs, which are tensors. The outputs of the last stage go to the
+            loss, in order. If the module returns a mapping, a dataclass or a named tuple that has
+            these names, the outputs are read from it, and the rest is dropped. If it returns a
+            tensor, tuple or list, the first values are the outputs, in order. No other tensor may
+            follow them, but None and numbers may.
         recompute: Keep only the inputs of a forward, and run it again right before its backward.
             For the last stage the loss runs again too. This is one more forward a microbatch,
             whether the schedule splits backwards or not. Torch's random numbers and the buffers of
             the module are the same in both forwards. Whatever else a forward depends on must not
             change.
         losses: Names of losses that the stage makes itself, such as the balance loss of experts.
-            The module returns them behind its outputs, or by name: tensors of one element. They are
+            The module returns them after its outputs, or by name: tensors of one element. They are
             added to the loss as one of loss_fn is: divided by the number of microbatches, or by
-            ``loss_divisor``. With ``loss_reduction="token_mean"`` they are divided by the sum of
-            all weights, so the module returns sums over its tokens. Several stages may have a loss
-            of one name. A stage with losses need not have outputs, unless it is the last one.
-        carry: Names of what the stage hands from one chunk of time to the next, on its rank, with
-            the gradient flowing back: see ``chunks`` of `Scheduler.step`. They are the last
-            parameters of ``module.forward``, which are None in the first chunk of a sequence, and
-            the last values that it returns, or are found by name as outputs are. Each is a tree:
-            dicts, lists and tuples of tensors. Anything else in it is handed on as it is. A tensor
-            that has a gradient may not be changed in place later.
+            ``loss_divisor``. With ``loss_reduction="token_mean"`` the module must return sums over
+            its tokens, because they are divided by the sum of all weights. Several stages may have
+            a loss of one name. A stage with losses need not have outputs, unless it is the last
+            one.
+        carry: Names of values that the stage passes from one chunk of time to the next, on its
+            rank, with the gradient flowing back: see ``chunks`` of `Scheduler.step`. They are the
+            last parameters of ``module.forward``, which are None in the first chunk of a sequence,
+            and the last values that it returns, or are found by name as outputs are. Each is a
+            tree: dicts, lists and tuples of tensors. Other objects in it are passed unchanged. A
+            tensor that has a gradient may not be changed in place later.
     """
 
     def __init__(
@@ -108,19 +108,19 @@ class Stage:
 
     @property
     def rules(self) -> BatchRules:
-        """What its model knows of what a step is given."""
+        """The model's rules for the inputs of a step."""
         return BatchRules()
 
     @cached_property
     def layers(self) -> Mapping[str, float]:
-        """Its layers by name, with what part of its time each takes; empty if it is no chain."""
+        """Its layers by name, with the relative time of each; empty if it is no chain."""
         is_chain = isinstance(self.module, nn.Sequential)
         parts = self.module.named_children() if is_chain else ()
         return {name: 1.0 for name, layer in parts if next(layer.parameters(), None) is not None}
 
     @cached_property
     def binding(self) -> Binding:
-        """How its module is called.
+        """The call of its module with its inputs.
 
         Raises:
             ScheduleError: If the names of inputs do not fit those that forward has.
@@ -128,13 +128,13 @@ class Stage:
         return bind(self.module, (*self.inputs, *self.carry), f"stage {self.index}")
 
     def forward(self, values: Sequence[object]) -> tuple[Any, ...]:
-        """Returns the outputs, in the order of their names, then the losses, then what it carries.
+        """Returns the outputs, in the order of their names, then losses, then carried values.
 
         Args:
-            values: The inputs, in the order of their names, and what it carries.
+            values: The inputs, in the order of their names, and the carried values.
 
         Raises:
-            StepError: If the module returns something else.
+            StepError: If the module returns other values.
         """
         out = self.binding(*values)
         if type(out) is Tensor and self._returns_one:
@@ -152,7 +152,7 @@ class Stage:
             values = list(out) if isinstance(out, tuple | list) else [out]
             kinds = [type(value).__name__ for value in values]
             returned, others = values[: len(names)], values[len(names) :]
-        # A tensor without a name is refused in a tuple: nobody can say that the names before it
+        # A tensor without a name is refused in a tuple, because then the names before it may not
         # belong to the tensors before it.
         is_unclear = any(isinstance(value, Tensor) for value in others)
         are_tensors = all(isinstance(value, Tensor) for value in returned[: len(tensors)])
@@ -167,15 +167,15 @@ class Stage:
 
 
 class StageSource(Protocol):
-    """What a `Scheduler` takes instead of stages: a model that makes any of its stages."""
+    """A source of stages for a `Scheduler`, instead of a list: a model that makes any of them."""
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
 
     @property
     def tied(self) -> Sequence[Sequence[str]]:
-        """What `Scheduler` takes as ``tied``."""
+        """The argument ``tied`` of `Scheduler`."""
 
     @property
     def loss_fn(self) -> Callable[..., object] | None:
@@ -183,20 +183,20 @@ class StageSource(Protocol):
 
     @property
     def labels(self) -> Sequence[str]:
-        """Names of what the model's own loss needs of a batch."""
+        """Names of the inputs that the model's own loss needs."""
 
     def stages(self, indices: Sequence[int], *, own_loss: bool) -> list[Stage]:
         """Returns some stages; with its own loss the last one also returns that."""
 
     def begins(self, stages: Sequence[int]) -> Mapping[int, str]:
-        """Returns digests of the values of stages, if those of this rank are first values."""
+        """Returns digests of the values of stages, if this rank has their first values."""
 
     def load(self, stages: Sequence[int], scheduler: Scheduler) -> None:
-        """Gives the stages of this rank their values; all ranks call it."""
+        """Gives this rank's stages their values, unless they have values; all ranks call it."""
 
 
 def fields_of(value: object) -> Mapping[Any, object] | None:
-    """Returns what a mapping, a dataclass or a named tuple holds, by name; None of others."""
+    """Returns the fields of a mapping, a dataclass or a named tuple, by name; None for others."""
     if isinstance(value, Mapping):  # also transformers' ModelOutput and BatchEncoding
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -209,12 +209,12 @@ def fields_of(value: object) -> Mapping[Any, object] | None:
 
 @dataclass(frozen=True)
 class Binding:
-    """A function, and how it is called with values that have names.
+    """A function, and its call with values that have names.
 
     Attributes:
-        function: What is called.
-        positions: Which values are passed by position, in this order.
-        keywords: Which values are passed by keyword.
+        function: The function to call.
+        positions: Indices of the values that are passed by position, in this order.
+        keywords: Indices and names of the values that are passed by keyword.
     """
 
     function: Callable[..., Any]
@@ -227,7 +227,7 @@ class Binding:
         return not self.keywords and self.positions == tuple(range(len(self.positions)))
 
     def __call__(self, *values: object) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Returns what the function returns for these values, which are in the order of names."""
+        """Calls the function with these values, which are in the order of names."""
         if self.is_in_order:
             return self.function(*values)
         return self.function(
@@ -236,7 +236,7 @@ class Binding:
 
 
 def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Binding:
-    """Returns how to call `function` with values of these names.
+    """Returns the call of `function` with values of these names.
 
     A value goes to the parameter of its name. If no parameter has any of the names, all values go
     by position. If some have, the other values take the parameters that are left, in order, and
@@ -246,7 +246,7 @@ def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Bindi
     Args:
         function: A function or a module. Of a module the forward inside of torch's wrappers counts.
         names: The names of the values, in their order.
-        what: Whose values they are, for messages.
+        what: The owner of the values, for messages.
 
     Raises:
         ScheduleError: If only some values have parameters of their names, and these stand in

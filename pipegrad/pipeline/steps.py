@@ -1,13 +1,14 @@
-"""Steps: one step on this rank, from a batch to its result, and what all steps share.
+"""Steps: one step on this rank, from a batch to its result, and the state that all steps share.
 
-[Note: first step] Nobody declares what values look like, nor which have a gradient. The first
-step of each kind (training, evaluation) finds it out: to its transfers each value is unlike the one
-before, so a header says it: see [Note: shapes] in `transfers`.
+[Note: first step] No stage declares the shapes and dtypes of its values, nor which of them have a
+gradient. The first step of each kind (training, evaluation) determines them. Its transfers send a
+header before each value, because each value differs from the one before it: see [Note: shapes] in
+`transfers`.
 
-1. In the Program of the first step every value has a gradient. Of one that has none a header says
-   so, and its consumers send back that nothing comes.
+1. In the Program of the first step every value has a gradient. The header of a value marks a
+   missing gradient, and the consumers of such a value send a header back instead of a gradient.
 2. All ranks exchange their specs, and the names of their metrics, which must be equal. If a rank
-   failed, all ranks raise, and the next step is a first step again. The loss is sent behind that.
+   failed, all ranks raise, and the next step is a first step again. The loss is sent after that.
 3. If a value has no gradient, each rank lowers the Program again, without a channel back.
 """
 
@@ -65,22 +66,9 @@ class StepKind:
 
     It runs the items of this rank one by one, and decides nothing.
 
-    Args:
-        program: What all ranks do.
-        proof: What that needs.
-        specs: What values look like in the first microbatch, by link.
-        topology: As this rank sees it; its pipelines run the Program.
-        values: Receives, sends and sums values and gradients.
-        compute: Runs forwards and backwards.
-        transfers: Posts receives, and frees what was sent.
-        sync: The gradient layer. It learns of first uses, last backwards and final stages.
-        weights: The weights' gradients that I leaves to W.
-        sharded: The stages whose parameters FSDP2 swaps. It learns of last backwards.
-        times: Measures how long computes and transfers take; None if nothing does.
-
     Attributes:
-        activity: What the report of a failure needs to know of it.
-        place: How far this rank is in it.
+        activity: The state of this rank for the report of a failure.
+        place: The position of this rank in the step.
     """
 
     def __init__(
@@ -102,8 +90,8 @@ class StepKind:
         self.proof = proof
         self.specs = specs
         self.times = times
-        # It may not hold this object, which holds it: the threads of a Scheduler that nobody holds
-        # any more would wait for the garbage collector.
+        # It may not refer to this object, which refers to it, because the threads of an unused
+        # Scheduler would then wait for the garbage collector.
         self.place = place = Place(program, topology)
         self.activity = Activity(
             "", details=place.details, drawing=place.drawn, position=lambda: place.position
@@ -128,7 +116,7 @@ class StepKind:
             Op.INPUTS_FINAL: weights.inputs_are_final,
             Op.SHARED_WEIGHTS: compute.compute_shared,
         }
-        self._calls = list[_Call]()  # of all items, so that a step looks nothing up
+        self._calls = list[_Call]()  # of all items; a step looks nothing up
         items = list(place.items())
         last = max((i for i, item in enumerate(items) if item.op is Op.COMPUTE), default=0)
         for index, item in enumerate(items):
@@ -139,7 +127,7 @@ class StepKind:
                 method, arguments = compute.method_of(kind), (stage, microbatch)
             elif op in methods:
                 method = methods[op]
-                if op is Op.RELEASE:  # behind the last action no receive proves anything
+                if op is Op.RELEASE:  # after the last action no receive proves anything
                     arguments = which, microbatch, index < last
             else:
                 is_sharded = op is Op.LAST_BACKWARD and which in sharded.stages
@@ -156,20 +144,15 @@ class StepKind:
 
         If it raises, call `finish_transfers`.
 
-        Args:
-            given: The microbatches.
-            terms: Collects the losses of this rank.
-            keeps_outputs: Whether to keep what the last stage makes.
-
         Sync: all on the current stream.
         """
-        # An interrupt may have come while the last step was cleared up. So tables are emptied when
-        # a step begins, too.
+        # Tables are emptied when a step begins, too, because an interrupt may have come while the
+        # last step was cleared up.
         self.forget()
         self._values.external = given.inputs
         self._compute.begin(given.targets, terms, keeps_outputs=keeps_outputs)
-        # FSDP2 must know before the first backward that it is not the last, or it would reduce
-        # there.
+        # FSDP2 must be informed before the first backward that it is not the last, or it would
+        # reduce there.
         if self._sharded.stages:
             self._sharded.begin(forward_only=self.program.forward_only)
         recorder = None if self.program.forward_only else self._tape.recorder
@@ -178,21 +161,21 @@ class StepKind:
         try:
             if recorder is not None or is_profiled():
                 calls = self._watched_calls(recorder)
-            # The position moves behind a call: after an error, `finish_transfers` begins with the
-            # item that failed, whose transfer others still wait for.
+            # The position moves after a call, because after an error `finish_transfers` must begin
+            # with the item that failed: other ranks still wait for its transfer.
             for method, arguments in calls:
                 method(*arguments)
                 place.position += 1
         except BaseException as error:
             place.add_to(error)
             raise
-        # A stage may take microbatches in any order.
+        # A stage may run microbatches in any order.
         outputs = tuple(output for _, output in sorted(self._compute.outputs.items()))
         self.forget()
         return outputs
 
     def _watched_calls(self, recorder: Recorder | None) -> Sequence[_Call]:
-        """Returns the calls of a step, inside of what a profiler and a recorder want of each."""
+        """Returns the calls of a step, wrapped for a profiler and a recorder if they are active."""
         calls: Sequence[_Call] = self._calls
         if is_profiled():
             # A range that profilers see: ``pipegrad 2F0``.
@@ -233,7 +216,7 @@ class StepKind:
         self.forget()
 
     def forget(self) -> None:
-        """Lets go of everything of a step."""
+        """Drops all references of a step."""
         self._values.forget()
         self._compute.forget()
 
@@ -246,10 +229,10 @@ def _recorded(method: Method, keep: _Keep, now: Callable[[], object], *arguments
 
 @dataclass(frozen=True)
 class Learned:
-    """What the first step of a kind has shown on one rank.
+    """The results of the first step of a kind on one rank.
 
     Attributes:
-        specs: By link, of the values that this rank made or received.
+        specs: Specs of the values that this rank made or received, by link.
         metrics: The names of loss_fn's metrics; None if this rank computed no loss.
     """
 
@@ -262,21 +245,10 @@ class Steps:
 
     All ranks make it together.
 
-    Args:
-        pipeline: What all ranks agreed on.
-        programs: The schedules and Programs of steps.
-        sync: The gradient layer; `close` closes it, too.
-        name: The same on all ranks, and of no other Scheduler.
-        whole: Names of values that every microbatch gets whole.
-        wait_seconds: How long ranks wait for each other in a first step. Kernels may be compiled
-            meanwhile.
-        check_every: Steps between comparisons of what ranks are given, 0 for none but those of the
-            steps 1, 2, 4, 8 and so on; see `BatchCheck`.
-
     Attributes:
-        pipeline: The argument.
-        batches: Turns what a step is given into microbatches.
-        report: What the last step did with its inputs.
+        pipeline: The stages and the schedule that all ranks have agreed on.
+        batches: Turns the inputs of a step into microbatches.
+        report: The treatment of each input in the last step, in words.
         edges: The communicators between stages.
         feedback: The errors of encoded gradients.
     """
@@ -332,13 +304,14 @@ class Steps:
             tape=sync.tape,
             bounded=sync.bounded("the loss of a step", sorted(topology.ranks)),
         )
-        # A cut's stages carry what it has found out itself.
+        # The stages of a cut are not compared, because the cut itself determines their carried
+        # values.
         self._unseen = {
             index: f"chunks of stage {index} of {name}"
             for index, stage in self._stages.items()
             if type(stage) is Stage
         }
-        # Of what the stages hold and hand on, and of where they are.
+        # The contents of the stages, the values between them, and their ranks.
         held = [[(e.name, e.shape) for e in stage] for stage in sync.manifest.stages]
         words = f"{held} {pipeline.wiring.links} {topology.stage_to_rank}"
         self.feedback = Feedback(hashlib.sha256(words.encode()).hexdigest())
@@ -346,7 +319,7 @@ class Steps:
         # By forward_only, number of microbatches, and chunks. There is none before the first step
         # of any number has ended on all ranks.
         self._kinds: dict[tuple[bool, int, int], StepKind] = {}
-        # Returns the numbers by which the step before was measured, and what reads them.
+        # A function that returns the numbers of the last measured step, and their reader.
         self._measured: tuple[Callable[[], list[float] | None], StepTimes] | None = None
         self._closing = contextlib.ExitStack()  # each is called, whatever another raises
         self._closing.callback(self._losses.close)
@@ -374,7 +347,7 @@ class Steps:
 
         Raises:
             StepError: If the batch does not fit, or if the step failed on another rank first.
-            Exception: What failed on this rank.
+            Exception: The error of this rank.
         """
         notice, programs = self._notice, self._programs
         asked: Any = batch.chunks
@@ -384,8 +357,8 @@ class Steps:
         with self._sync.bounded(verb), self._autocast.outside(), self._leaving():
             if self._sync.is_closed:
                 raise StepError("this Scheduler is closed: make another one")
-            # Before anything can fail on this rank alone: all ranks count each call, since the
-            # number is in the keys of the board.
+            # Before anything can fail on this rank alone, because all ranks must count each call:
+            # the number is in the keys of the board.
             notice.next_step()
             try:
                 if self.edges.is_cut:
@@ -414,7 +387,7 @@ class Steps:
             return result
 
     def _adapt(self, read: Callable[[], list[float] | None], step_times: StepTimes) -> None:
-        """Takes another schedule for training, if the times of the step before want it.
+        """Changes the schedule of training, if the times of the last step require it.
 
         Sync: the host waits for the message of the loss of that step.
         """
@@ -431,7 +404,7 @@ class Steps:
             self._programs.take(schedule)
 
     def _like_known(self, schedule: Schedule, known: StepKind) -> StepKind:
-        """Returns a kind of the values that another one has seen, with another schedule."""
+        """Returns a kind of step with another schedule, and the specs of a known kind."""
         program = known.program
         try:
             return self._new_kind(
@@ -450,14 +423,7 @@ class Steps:
         *,
         forward_only: bool,
     ) -> StepKind:
-        """Proves the Program of a kind of step, and makes what runs it on this rank.
-
-        Args:
-            schedule: What every rank computes.
-            links: The values that stages hand on, differentiable or not.
-            specs: What these values look like in the first microbatch, by link. The first step adds
-                them: see [Note: first step].
-            forward_only: Whether it is evaluation.
+        """Proves the Program of a kind of step, and makes the objects that run it on this rank.
 
         Raises:
             ScheduleError: If the proof fails.
@@ -529,11 +495,11 @@ class Steps:
             raise
 
     def _ends(self, error: BaseException) -> bool:
-        """Returns True if no step follows an error: an interrupt, unless no rank waits for this."""
+        """Returns True if no step follows an error: an interrupt, if the job has other ranks."""
         return len(self._topology.ranks) > 1 and not isinstance(error, Exception)
 
     def _leave(self, error: BaseException) -> None:
-        """Makes ranks fail that run a step which this rank cannot take."""
+        """Makes ranks fail that run a step which this rank cannot run."""
         self._notice.fail(error)  # first: the ranks that fail next find the cause there
         self.edges.cut()
 
@@ -542,8 +508,8 @@ class Steps:
     def _run(self, kind: StepKind, batch: Batch) -> tuple[LossTerms, Outputs]:
         """Runs a step of a kind; returns this rank's part of its result."""
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
-        # A step that fails before its first item must make all of its transfers. So what counts a
-        # step begins here, in front of all that may raise.
+        # Counters of a step begin here, before all code that may raise, because a step that fails
+        # before its first item must make all of its transfers.
         kind.place.position = 0
         kind.transfers.begin(self._notice.step)
         if training and (recorder := sync.tape.recorder) is not None:
@@ -557,7 +523,7 @@ class Steps:
             # Ranks may wait for each other here, and are at no item of the Program.
             given, terms, divisor = self._accepted(kind, batch)
             with kind.activity:
-                # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
+                # A batch that does not fit has raised above, before `prepare` zeroes any gradient.
                 if training:
                     sync.prepare(divisor=None if losses.is_weighted else divisor)
                     self._loose.begin()
@@ -569,7 +535,7 @@ class Steps:
                 self._finish(kind, terms, divisor)
         except BaseException as error:
             # If all ranks refuse the step, none of them waits for a transfer or a collective of it.
-            # They may be in different verbs, whose transfers do not fit together.
+            # They may be in different methods, whose transfers do not match.
             if not getattr(error, "is_everyones", False):
                 with kind.activity:
                     self._fail(kind, error, begun=begun)
@@ -583,8 +549,8 @@ class Steps:
             forward_only=kind.program.forward_only,
             times=() if kind.times is None else kind.times.numbers(),
             outputs=outputs,
-            # A result may be kept for longer than the Scheduler, and must not keep its
-            # communicators and buffers. So it holds this object weakly.
+            # A weak reference, because a result may live longer than the Scheduler, and must not
+            # keep its communicators and buffers.
             on_failure=partial(_drop_failed, weakref.ref(self), self._notice.step),
         )
         if self.feedback.pending:
@@ -596,8 +562,8 @@ class Steps:
         """Refuses a batch that does not fit.
 
         Returns:
-            Its microbatches, what collects the losses of this rank, and what complete gradients are
-            still to be divided by.
+            Its microbatches, the terms that collect the losses of this rank, and the remaining
+            divisor of complete gradients.
         """
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
         if not training:
@@ -624,7 +590,7 @@ class Steps:
                 "all steps. Give the input without its graph, or accumulate no steps"
             )
         if batch.time_dim != 1:
-            self._unseen.clear()  # nobody knows where time is in what stages hand on
+            self._unseen.clear()  # the dimension of time is unknown in outputs of stages
         # With a GradScaler backward begins with a gradient that is divided already.
         return given, terms, divisor if sync.scaler is None else 1.0
 
@@ -658,7 +624,7 @@ class Steps:
         return given, divisor
 
     def _divisors(self, batch: Batch, number: int) -> tuple[float, float | None]:
-        """Returns the divisor of losses, and the divisor to compare with those of other ranks.
+        """Returns the divisor of losses, and the divisor to compare with other ranks.
 
         The second is None if this rank has no stage with a loss and was given no ``loss_divisor``:
         then its default may differ from theirs, and does no harm.
@@ -685,7 +651,7 @@ class Steps:
         return divisor, divisor if self._has_loss or chosen is not None else None
 
     def _finish(self, kind: StepKind, terms: LossTerms, divisor: Tensor | float) -> None:
-        """Divides and reduces gradients, behind the last backward of this rank."""
+        """Divides and reduces gradients, after the last backward of this rank."""
         sync, training, late = self._sync, not kind.program.forward_only, None
         # All microbatches have their gradients now: see [Note: outer graphs].
         if training and self._losses.is_weighted:
@@ -697,7 +663,7 @@ class Steps:
         if training:
             sync.finish(divisor=late)
         if not training or sync.is_accumulating:
-            # A training step that reduces has looked for failures of other ranks in `finish`.
+            # A training step that reduces has checked failures of other ranks in `finish`.
             self._notice.refuse_failed(PeerFailedError)
 
     def _fail(self, kind: StepKind, error: BaseException, *, begun: bool) -> None:
@@ -707,12 +673,12 @@ class Steps:
             StepError: If another rank failed first. It has the words of that rank.
         """
         sync, forward_only = self._sync, kind.program.forward_only
-        # The notice comes first. Ranks that receive zeros below may fail on them, and must then
-        # find the cause there.
+        # The notice comes first, because ranks that receive zeros below may fail on them, and must
+        # then find the cause there.
         if not isinstance(error, StallError):
             self._notice.fail(error)
-        # It is unknown which messages were sent, or no other rank may come: nothing is waited for.
-        # See [Note: interrupts] in `transfers`.
+        # Nothing is waited for, because it is unknown which messages were sent, or no other rank
+        # may come. See [Note: interrupts] in `transfers`.
         is_over = (
             self.edges.is_cut
             or kind.transfers.is_in_doubt
@@ -722,7 +688,7 @@ class Steps:
         )
         if not forward_only:
             # Before the transfers, which wait for other ranks: the collectives that this starts do
-            # not, and other ranks may already wait in `finish`.
+            # not wait, and other ranks may already wait in `finish`.
             sync.abort(error, begun=begun, final=is_over)
         interrupt: BaseException | None = None
         if not is_over:
@@ -741,7 +707,7 @@ class Steps:
         with contextlib.suppress(RuntimeError):  # another rank has died
             self._losses.send_owed_weight()
             # Every rank sends a loss in every step, or later losses would be added to this one. No
-            # rank sends that of a first step that has failed: see [Note: first step].
+            # rank sends the loss of a first step that has failed: see [Note: first step].
             if kind in self._kinds.values():
                 self._losses.send(
                     self._losses.terms(
@@ -759,20 +725,20 @@ class Steps:
     # The first step of a kind.
 
     def _run_first(self, schedule: Schedule, batch: Batch, *, forward_only: bool) -> StepResult:
-        """Runs the first step of a kind; later steps know what it has learned.
+        """Runs the first step of a kind, and keeps its results for later steps.
 
         Raises:
             StepError: If the step failed on another rank.
-            AgreementError: If what ranks have learned does not fit together.
-            Exception: What failed in the step on this rank.
+            AgreementError: If the results of ranks do not match.
+            Exception: The error of the step on this rank.
         """
         topology, specs = self._topology, dict[int, Spec]()
         links = self.pipeline.wiring.links
         kind = self._new_kind(schedule, links, specs, forward_only=forward_only)
 
         def run() -> tuple[tuple[LossTerms, Outputs] | BaseException, Learned | None]:
-            # An error is not raised inside of `agree`, which would raise it on all ranks in its own
-            # words. It is raised behind `agree`, when all ranks have ended the step.
+            # An error is not raised inside `agree`, because `agree` would raise it on all ranks in
+            # its own words. It is raised after `agree`, when all ranks have ended the step.
             try:
                 terms, outputs = self._run(kind, batch)
             except BaseException as error:
@@ -781,7 +747,8 @@ class Steps:
                 return error, None
             return (terms, outputs), Learned(specs, terms.metrics)
 
-        # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
+        # The step runs inside `agree`, because a rank that fails or hangs is then named on all
+        # ranks.
         ranks = sorted(topology.ranks)
         outcome, replies = agree_keeping(
             f"the first {'evaluation' if forward_only else 'step'} of a Scheduler",
@@ -798,7 +765,7 @@ class Steps:
             metrics = {r: str(x.metrics) for r, x in learned.items() if x.metrics is not None}
             same("the metrics of loss_fn", metrics)
         except PipegradError:
-            # All ranks raise it, with the step behind them: what the step has left goes everywhere.
+            # All ranks raise it after the step: all results of the step are dropped everywhere.
             self.feedback.end(lambda: True)
             if not forward_only:
                 self._sync.drop_gradients()
@@ -825,7 +792,7 @@ class Steps:
 
 
 def _drop_failed(reference: weakref.ref[Steps], step: int) -> str:
-    """Drops the gradients of a step that failed on another rank; returns that rank's words.
+    """Drops the gradients of a step that failed on another rank; returns its error text.
 
     Does nothing if another step has begun since: the gradients are its own then.
     """

@@ -1,34 +1,36 @@
 """Transfers: values and their gradients, from rank to rank. Each edge is first in, first out.
 
-[Note: memory] A receive has memory of its own, which belongs to the tensor that is received:
-nothing writes into it again, and it is freed when nobody holds it any more. So a module may keep
-its input, or a view of it.
+[Note: memory] A receive has memory of its own, which belongs to the received tensor: nothing writes
+into it again, and it is freed with the last reference. Therefore a module may keep its input, or a
+view of it.
 
-[Note: shapes] A value may have another shape, number of dimensions or dtype in each microbatch. No
-rank agrees on that beforehand, and receives are posted before anybody knows it. So both ends of a
-link keep the same record of what crossed it (`Sizes`):
+[Note: shapes] A value may have another shape, number of dimensions or dtype in each microbatch.
+Ranks do not agree on it beforehand, and receives are posted before the shape exists. Therefore both
+ends of a link keep the same record of the values that crossed it (`Sizes`):
 
-- A value that looks like the one before it on its link is sent alone. Before any other value goes
-  a header (`edges`). So does the first one: see [Note: first step] in `steps`.
-- Between processors a receive takes messages of up to `capacity` bytes, and a message may be
-  shorter. The capacity grows when a step begins, to the largest value of the steps before.
-  Instead of a larger message goes an empty one. The larger one follows, and its receive is posted
-  behind the empty one.
-- The gradient of a value looks like the value. Its receiver made the value and needs no header.
+- A value with the same spec as the one before it on its link is sent alone. A header (`edges`) goes
+  before any other value, and before the first one: see [Note: first step] in `steps`.
+- On CPUs a receive takes messages of up to `capacity` bytes, and a message may be shorter. The
+  capacity grows when a step begins, to the largest value of the steps before. A larger message is
+  replaced by an empty one. The larger message follows, and its receive is posted after the empty
+  one.
+- The gradient of a value has the spec of the value. Its receiver made the value and needs no
+  header.
 
-[Note: headers] Whoever waits for a message between processors must know whether a header belongs to
-it, and gloo tells nobody that a receive has ended, only that a wait has. But messages of one
+[Note: headers] On CPUs a rank that waits for a message must find out whether a header belongs to
+it. gloo does not report that a receive has ended, only that a wait has. But messages of one
 connection do not overtake each other if their receives were posted in the order of the sends, and
 `verify` proves that they are. Each transfer reserves the receive of a header, posted before its
-own. So when a value is there, so is its header, in memory that was zero before. What was reserved
-and not used is left to a later transfer: if shapes stay, nothing is posted and nothing crosses. In
-evaluations a sender may be a step ahead, so a header has its step, and is read in no earlier one.
+own. Therefore the header is there when its value is there, in memory that was zero before. A later
+transfer uses a reserved receive that got no header: if shapes stay, nothing is posted and nothing
+crosses. In evaluations a sender may be a step ahead. A header has its step for this reason, and is
+not read in an earlier step.
 
-[Note: interrupts] Ctrl-C may come between any two lines, such as between the start of a transfer
-and its entry in a table, and no table says so. So no step follows an interrupted one, unless the
-job has one rank. An error of another kind may come in the middle of a wait alone: then
-`is_in_doubt` says that nobody knows which parts of the message have come, and on gloo a second wait
-for a part would wait for one more.
+[Note: interrupts] Ctrl-C may come between any two lines, for example between the start of a
+transfer and its entry in a table, and then the table is wrong. Therefore no step follows an
+interrupted one, unless the job has one rank. An error of another kind may come in the middle of a
+wait alone: then `is_in_doubt` is True, because it is unknown which parts of the message have come.
+On gloo a second wait for a part would wait for one more.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from pipegrad.schedules.program.program import Channel
 RECEIVED = sync_points.WaitWork("transfer.received", "a stage reads what is still arriving")
 SENDING = sync_points.Hold("transfer.sending", "what is leaving would be freed by who made it")
 SENT = sync_points.WaitWork("transfer.sent", "what is let go of may still be leaving")
-# Of a value, by the largest before it; any value may have the bytes.
+# Limits of a value: a multiple of the largest one before it, or a size that is always allowed.
 _MOST_GROWTH, _LARGE_BYTES = 1024, 2**30
 
 
@@ -60,12 +62,12 @@ class Receive:
     """A receive that was posted, or the memory for one.
 
     Attributes:
-        key: Which transfer it is.
-        memory: Where the message arrives, as large as `like`.
-        like: What the memory looks like.
+        key: The channel and microbatch of the transfer.
+        memory: The memory for the message, as large as `like`.
+        like: The spec of the memory.
         work: The receive; None if it is not started.
-        is_free: On devices, behind all that may still read the memory.
-        spec: Of a value, when it is known; None if it never comes.
+        is_free: On devices, an event after all work that may still read the memory.
+        spec: The spec of the value, once it is known; None if the value never comes.
     """
 
     key: Key
@@ -78,16 +80,16 @@ class Receive:
 
 @dataclass(slots=True, eq=False)
 class Sizes:
-    """What crosses a link between two ranks, as both of them know it; see [Note: shapes].
+    """The sizes of a link between two ranks, equal on both of them; see [Note: shapes].
 
-    A message of a codec is shorter than the value, so no size depends on codecs.
+    They do not depend on codecs, because a message of a codec is shorter than its value.
 
     Attributes:
-        spec: Of the value that crossed last. At first that of the first microbatch, if it is known.
+        spec: The spec of the last value; at first of the first microbatch's value, if it is known.
         largest: Bytes of the largest value so far.
         capacity: Bytes of the largest message that a posted receive takes.
-        like: What the memory of the next receive looks like.
-        unread: Of values: receives in the order of their posts, up to the first whose spec is not
+        like: The spec of the next receive's memory.
+        unread: Receives of values, in the order of their posts, up to the first whose spec is not
             known.
     """
 
@@ -102,7 +104,7 @@ class Sizes:
         self._fit()
 
     def check_size(self, spec: Spec) -> None:
-        """Refuses a value before memory is made for it; both ends of a link have the same limit.
+        """Refuses a value before memory is allocated for it; both ends of a link have one limit.
 
         Raises:
             StepError: If it is far larger than all values that crossed the link before.
@@ -118,15 +120,15 @@ class Sizes:
             )
 
     def record(self, spec: Spec) -> None:
-        """Records what crosses the link; both of its ranks do so for every value, in one order."""
+        """Records a value that crosses the link; both ranks record every value, in one order."""
         self.spec = spec
         self.largest = max(self.largest, spec.nbytes)
         self._fit()
 
     def grow(self) -> None:
         """Lets receives take the largest messages so far. Called when a step begins."""
-        # Both ranks know the same messages here: in a step that failed, they have made all
-        # transfers, too. So a sender knows how much its receiver takes.
+        # Both ranks have recorded the same messages here, because they make all transfers of a step
+        # that failed, too. Therefore a sender has the right capacity of its receiver.
         if self.capacity != self.largest:
             self.capacity = self.largest
             self._fit()
@@ -139,16 +141,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class End:
-    """This rank's end of a channel that something crosses.
+    """This rank's end of a channel.
 
     Attributes:
-        group: Where its messages go.
-        peer: The rank there.
-        host: Where headers go.
-        host_peer: The rank there.
+        group: The process group of its messages.
+        peer: The other rank in this group.
+        host: The process group of headers.
+        host_peer: The other rank in that group.
         inbox: The headers of the edge, if the channel ends here.
-        sizes: The same for a value and its gradient.
-        coding: Makes the messages; None if they are as values and gradients are.
+        sizes: The sizes of the link, shared by a value and its gradient.
+        coding: Makes the messages; None if values and gradients cross unencoded.
         is_value: Whether values cross it, and not gradients.
     """
 
@@ -162,28 +164,18 @@ class End:
     is_value: bool
 
     def on_wire(self, spec: Spec) -> Spec:
-        """Returns what the message of a value looks like."""
+        """Returns the spec of a value's message."""
         return spec if self.coding is None else self.coding.on_wire(spec)
 
 
 class PeerFailedError(StepError):
-    """A value never came, since another rank failed first."""
+    """A value never came, because another rank failed first."""
 
     follows = True
 
 
 class Transfers:
     """One rank's end of all transfers of a kind of step, between processors.
-
-    Args:
-        channels: Of the Program.
-        rank: The pipeline rank.
-        edges: The communicators.
-        device: Where values are.
-        specs: What values look like in the first microbatch, by link. The first step of a kind
-            adds those that this rank receives.
-        codecs: Which values cross in fewer bytes; see [Note: codecs].
-        feedback: The errors of encoded gradients.
 
     Attributes:
         is_in_doubt: Whether a wait has failed half-way: see [Note: interrupts].
@@ -216,7 +208,7 @@ class Transfers:
         }
         self.is_in_doubt = False
         self._receiving: dict[Key, Receive] = {}
-        self._announced: dict[Key, Spec | None] = {}  # by headers; None of what never comes
+        self._announced: dict[Key, Spec | None] = {}  # by headers; None if the value never comes
         self._sending: dict[Key, list[tuple[Work, torch.Tensor | None]]] = {}
 
     def begin(self, step: int) -> None:
@@ -245,10 +237,10 @@ class Transfers:
         """Starts a receive."""
         end = self._ends[channel]
         like = end.sizes.like
-        # First, since nothing is started if there is no memory.
+        # First, because nothing may be started if there is no memory.
         memory = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-        # Reserved before the receive of the value is posted, or the value could be there before its
-        # header: see [Note: headers].
+        # Reserved before the receive of the value is posted, because the value must not be there
+        # before its header: see [Note: headers].
         if end.inbox.spare:
             end.inbox.spare -= 1
         else:
@@ -262,14 +254,9 @@ class Transfers:
             end.sizes.unread.append(receive)
 
     def wait(self, channel: int, microbatch: int, known: Spec | None = None) -> torch.Tensor | None:
-        """Waits for a receive; returns what arrived, in memory of its own.
+        """Waits for a receive; returns the received tensor, in memory of its own.
 
         It returns None for the gradient of a value that has none.
-
-        Args:
-            channel: What is received.
-            microbatch: Of which microbatch.
-            known: What it looks like, if it is a gradient.
 
         Raises:
             PeerFailedError: If it will never come.
@@ -295,13 +282,13 @@ class Transfers:
             self._arrived((channel, microbatch), known)
 
     def _arrived(self, key: Key, known: Spec | None) -> tuple[torch.Tensor, Spec | None]:
-        """Waits for a message; returns it, and what its value looks like, None if none comes."""
+        """Waits for a message; returns it and the spec of its value, None if none comes."""
         receive, end = self._receiving[key], self._ends[key[0]]
         sizes, inbox = end.sizes, end.inbox
         self.is_in_doubt = True  # see [Note: interrupts]
         assert receive.work is not None
         RECEIVED(receive.work)
-        # Read without a wait. The value is there, so its header is, too, if it has one.
+        # Read without a wait. The value is there, and therefore its header, if it has one.
         while self.posts_receives and inbox.posted and 0 != inbox.posted[0][1][0] <= self._step:
             self._read_header(inbox)
         if end.is_value:
@@ -309,7 +296,7 @@ class Transfers:
             while receive in sizes.unread:
                 self._look(key[0], sizes)
             spec = receive.spec
-        else:  # it looks like its value
+        else:  # a gradient has the spec of its value
             spec = None if self._announced.get(key, known) is None else known
         if key in self._announced:
             del self._announced[key]
@@ -333,7 +320,7 @@ class Transfers:
         return key, spec
 
     def _look(self, channel: int, sizes: Sizes) -> None:
-        """Finds out what the first unread value of a channel looks like, and records it.
+        """Sets the spec of the first unread value of a channel, and records it.
 
         Raises:
             StepError: If it is too large.
@@ -346,14 +333,14 @@ class Transfers:
             sizes.record(receive.spec)
 
     def _shown(self, end: End, receive: Receive, wire: Spec) -> torch.Tensor:
-        """Returns what has arrived, if it does not look like the memory that it was posted for."""
+        """Returns the message of a receive whose memory has another spec than the message."""
         memory = receive.memory
-        if wire.nbytes > memory.nbytes:  # what came was empty, and another message follows
+        if wire.nbytes > memory.nbytes:  # the message was empty, and another one follows
             memory = torch.empty(wire.shape, dtype=wire.dtype, device=self._device)
             tag = self._tag(*receive.key)
             RECEIVED(sync_points.in_use.receive(end.group, memory, end.peer, tag))
             return memory
-        # No view, which a module could not tell from its own.
+        # No view, because a module could not distinguish it from a view of its own.
         shown: torch.Tensor = torch.empty(0, dtype=wire.dtype, device=memory.device)
         shown.set_(memory.untyped_storage(), 0, wire.shape)  # type: ignore[call-overload]
         return shown
@@ -363,14 +350,8 @@ class Transfers:
     ) -> None:
         """Starts to send `tensor`.
 
-        Args:
-            channel: Where to.
-            microbatch: Of which microbatch.
-            tensor: A value, or a gradient, which looks like its value.
-            spec: What it looks like, if it is a value.
-
         Raises:
-            StepError: If no header says what the value looks like, or it is too large.
+            StepError: If no header can describe the value, or if it is too large.
 
         Sync: the send waits for the current stream. The tensor is held until `release`.
         """
@@ -386,8 +367,8 @@ class Transfers:
             head = header(self._step, key, spec)
             self._start(key, end.host, head, end.host_peer, HEADERS)
             end.sizes.record(spec)
-        # The posted receive is too small. An empty message ends it, and the receiver, which has the
-        # header, posts another one behind it.
+        # The posted receive is too small. An empty message ends it. The receiver has the header,
+        # and posts another receive after it.
         if tensor.nbytes > end.sizes.capacity:
             self._start(key, end.group, torch.empty(0), end.peer, tag)
         self._start(key, end.group, tensor, end.peer, tag)
@@ -400,14 +381,7 @@ class Transfers:
         self._sending.setdefault(key, []).append((work, SENDING(message)))
 
     def release(self, channel: int, microbatch: int, has_arrived: bool = False) -> None:
-        """Lets go of a tensor that was sent.
-
-        Args:
-            channel: Where to.
-            microbatch: Of which microbatch.
-            has_arrived: Whether a receive before it proves that the message has arrived. Behind the
-                last action none does, and the wait needs a helper: see [Note: waits] in `waits`.
-        """
+        """Waits until a tensor was sent, and drops it."""
         for work, _ in self._sending.pop((channel, microbatch)):
             if has_arrived and type(work) is HostWork:
                 work.has_arrived = True
@@ -418,7 +392,7 @@ class Transfers:
         return TRANSFERS + microbatch * self._num_channels + channel
 
     def send_nothing(self, channel: int, microbatch: int) -> None:
-        """Sends, instead of a value or a gradient, that it will never come."""
+        """Sends a header without a value or a gradient, which will never come."""
         end, key = self._ends[channel], (channel, microbatch)
         self._start(key, end.host, header(self._step, key, None), end.host_peer, HEADERS)
         if self.posts_receives:  # only a message ends the receive

@@ -2,8 +2,8 @@
 
 [Note: trees] A value may be a tree: dicts, lists and tuples of tensors. Each of its tensors is cut,
 and each microbatch gets a tree of the same structure. A leaf that cannot be cut goes to all
-microbatches only if it is a number, a string or None. Any other leaf may belong to one sample, so
-it is refused. For the same reason a list of numbers or strings counts as a leaf, and is refused.
+microbatches only if it is a number, a string or None. Any other leaf may belong to one sample, and
+raises a StepError. For the same reason a list of numbers or strings counts as a leaf, and raises.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pipegrad.interop.private import flat
 
 
 def flattened(value: object) -> tuple[list[tuple[str, object]], Callable[[list[object]], object]]:
-    """Returns the leaves of a value behind their paths, and how to make such a value of others."""
+    """Returns the paths and leaves of a value, and a function that rebuilds it from leaves."""
     if isinstance(value, Tensor):
         return [("", value)], itemgetter(0)
     leaves, rebuilt = flat(value, _is_plain_list)
     if isinstance(value, Mapping) and leaves and leaves[0][1] is value:
-        return flat(dict(value), _is_plain_list)  # torch does not know its class
+        return flat(dict(value), _is_plain_list)  # its class is no pytree of torch
     return leaves, rebuilt
 
 
@@ -40,7 +40,7 @@ def leaves_of(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def versions_of(values: Sequence[object]) -> list[int]:
-    """Returns how often each tensor of some values was written in place."""
+    """Returns the version of each tensor in some values: the count of its writes in place."""
     leaves = [
         leaf
         for value in values

@@ -1,4 +1,4 @@
-"""Values: what the stages of one rank take and make in a step, and the gradients of it.
+"""Values: the inputs and outputs of one rank's stages in a step, and their gradients.
 
 [Note: life of a value] Each station is a method of `Values`. The program calls them in this order:
 
@@ -12,22 +12,23 @@
     9. gradients_of   its backward begins
     10. release
 
-In a split backward all of this comes with I: what W multiplies is held by its products. If a
-consumer is a stage of the producer's rank, `produce` and `release` hand over without a
-message. In an evaluation `release` follows a forward at once.
+In a split backward all of this comes with I, because the products hold the factors that W
+multiplies. If a consumer is a stage of the producer's rank, `produce` and `release` pass the value
+on without a message. In an evaluation `release` follows a forward at once.
 
 [Note: shared memory] The memory of a value belongs to the tensor that holds it. pipegrad writes
-into no value, and gives no memory to two of them. Modules and autograd may still write into it, and
-three rules decide about that:
+into no value, and gives no memory to two of them. Modules and autograd may still write into it.
+Three rules prevent errors from that:
 
-- An output without a graph is copied when it is handed on. It may be a buffer or a cache of the
-  module, which is written in the next forward: nothing tells.
-- An output with a graph is not copied. Its version tells if the next forward of its stage has
-  written into it. That is refused.
-- Autograd may make the gradients of two leaves views of one tensor, and adds to each in place. So
-  new gradients in one storage are compared, and those that overlap are copied.
+- An output without a graph is copied when it is passed to other stages. It may be a buffer or a
+  cache of the module, which the next forward writes, and nothing would detect that.
+- An output with a graph is not copied. Its version changes if the next forward of its stage writes
+  into it. Then the step raises a StepError.
+- Autograd may make the gradients of two leaves views of one tensor, and adds to each in place.
+  Therefore new gradients in one storage are compared, and those that overlap are copied.
 
-Outputs of evaluations have no graph, so each is copied once (benchmarks/overhead, `received.py`).
+Outputs of evaluations are copied once, because they have no graph (benchmarks/overhead,
+`received.py`).
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ class Held:
     """A value of a link in one microbatch, on this rank.
 
     Attributes:
-        spec: What it looks like, if a stage of this rank made it: so does its gradient.
-        tensor: What stages of this rank take: a leaf, if a gradient will come back.
-        num_readers: Those of these stages whose last action of the microbatch has not run yet.
-        gradients: Its gradient by the rank that took the value, as far as they are there.
+        spec: The spec of the value and its gradient, if a stage of this rank made it; else None.
+        tensor: The tensor that stages of this rank read: a leaf, if a gradient will come back.
+        num_readers: Stages of this rank that have not run their last action of the microbatch.
+        gradients: The gradients that are there, by the rank that took the value.
     """
 
     spec: Spec | None
@@ -72,19 +73,9 @@ class Held:
 class Values:
     """All values of a step on one rank, and their gradients; see [Note: life of a value].
 
-    A received value is one leaf for all stages of this rank that take it, so autograd itself sums
-    their gradients. A stage's output is a new leaf for the stages of the same rank that take it.
-
-    Args:
-        program: What all ranks do.
-        rank: The pipeline rank.
-        stages: The stages of this rank.
-        wiring: Which values each stage takes and makes.
-        transfers: Sends and receives.
-        sharded: The stages whose parameters FSDP2 swaps.
-        specs: What values look like in the first microbatch, by link. The first step of a kind
-            adds those that this rank makes.
-        outer: External values that need a gradient: a list that changes with each step.
+    A received value is one leaf for all stages of this rank that take it, because autograd then
+    sums their gradients. A stage's output is a new leaf for the stages of the same rank that take
+    it.
 
     Attributes:
         external: External name -> its value for each microbatch, of the present step.
@@ -119,7 +110,7 @@ class Values:
             stage: [(s, "") if isinstance(s, int) else (None, s) for s in wiring.taken[stage]]
             for stage in stages
         }
-        # Stage -> those of its inputs that other stages read too.
+        # Stage -> indices of its inputs that other stages also read.
         readers = Counter(source for taken in wiring.taken for source in taken)
         self._read_elsewhere = {
             stage: [i for i, source in enumerate(wiring.taken[stage]) if readers[source] > 1]
@@ -128,13 +119,13 @@ class Values:
         self.external: Mapping[str, Sequence[object]] = {}
         self._held: dict[Key, Held] = {}  # by link
         self._leaving: dict[int, tuple[Tensor, Spec]] = {}  # by link, the value made last
-        self._newest: dict[int, Spec] = {}  # what it looks like; kept between steps
-        # By stage, what its last forward handed on with a graph, and the version of each.
+        self._newest: dict[int, Spec] = {}  # its spec; kept between steps
+        # By stage, outputs of its last forward with a graph, and the version of each.
         self._handed_on = defaultdict[int, list[tuple[Tensor, int]]](list)
         self._without_gradient: dict[int, list[nn.Parameter]] = {}  # by stage
 
     def forget(self) -> None:
-        """Lets go of everything of a step."""
+        """Drops all references of a step."""
         self.external = {}
         self._held.clear()
         self._leaving.clear()
@@ -152,14 +143,14 @@ class Values:
         """
         link, kind, source, _ = self._channels[channel]
         if kind == "B":
-            # A gradient looks like its value, which this rank made: no header says it.
+            # A gradient has the spec of its value, which this rank made: no header is needed.
             held = self._held[link, microbatch]
             held.gradients[source] = self._transfers.wait(channel, microbatch, held.spec)
             return
         tensor = self._transfers.wait(channel, microbatch)
         assert tensor is not None
-        # It becomes a leaf: backward stops there, and its gradient is what goes back. All stages of
-        # this rank read the one leaf, so autograd sums for them, in the order of their backwards.
+        # It becomes a leaf: backward stops there, and its gradient goes back. All stages of this
+        # rank read this one leaf, because autograd then sums, in the order of their backwards.
         if self._specs[link].differentiable and not self._program.forward_only:
             tensor.requires_grad_()
         num = self._num_consumers[link]
@@ -204,7 +195,7 @@ class Values:
         """Called when a forward has run, the second one of a recomputation too.
 
         Raises:
-            StepError: If what the forward before it returned was written into.
+            StepError: If the outputs of the forward before it were written into.
         """
         for earlier, version in self._handed_on[stage]:
             if earlier._version != version:
@@ -214,7 +205,7 @@ class Values:
                 )
 
     def handed_on(self, stage: int, output: Tensor) -> Tensor:
-        """Returns what is handed on of an output, without its graph; see [Note: shared memory]."""
+        """Returns the tensor to pass on for an output, without its graph: [Note: shared memory]."""
         if not output.requires_grad:
             return output.clone()
         value = output.detach()  # it has the version of the output, and counts with it
@@ -222,7 +213,7 @@ class Values:
         return value
 
     def produce(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
-        """Takes what a stage made, for its consumers on this rank and on others.
+        """Keeps the outputs of a stage, for its consumers on this rank and on others.
 
         Raises:
             StepError: If an output has a gradient and had none in the first microbatch, or had one.
@@ -232,11 +223,11 @@ class Values:
                 self._newest[link] = self._checked(link, stage, microbatch, Spec.of(output))
             spec = self._newest[link]
             value = self.handed_on(stage, output)
-            # The program sends a value right after the forward that made it. So one entry a link
-            # is enough, whatever the number of microbatches.
+            # One entry for each link is enough, whatever the number of microbatches, because the
+            # program sends a value right after the forward that made it.
             self._leaving[link] = value, spec
-            # A stage of this rank takes a leaf, too, and not the output with its graph. So each
-            # stage has a graph of its own, and a schedule may run their backwards apart.
+            # A stage of this rank reads a leaf, too, and not the output with its graph, because
+            # each stage must have a graph of its own: a schedule may run their backwards apart.
             num, leaf = self._num_consumers[link], None
             if num:
                 leaf = value.requires_grad_() if output.requires_grad else value
@@ -263,7 +254,7 @@ class Values:
             gradient = self._held[link, microbatch].gradients[self._rank]
             if gradient is not None:
                 self._transfers.send(channel, microbatch, gradient)
-            else:  # of a value that has none: [Note: first step] in `steps`
+            else:  # the value has no gradient: [Note: first step] in `steps`
                 self._transfers.send_nothing(channel, microbatch)
             del self._held[link, microbatch]
 
@@ -272,12 +263,12 @@ class Values:
     def join(self, link: int, microbatch: int) -> None:
         """Sums the gradients of a value that several ranks took.
 
-        Floating-point sums depend on their order. Gradients are added in the order of ranks, not of
-        arrival, so the bits are the same in every run.
+        Gradients are added in the order of ranks, not of arrival, because floating-point sums
+        depend on their order, and the bits must be the same in every run.
         """
         held, total = self._held[link, microbatch], None
         for _, term in sorted(held.gradients.items()):
-            # The first term has arrived, or is a gradient of this rank; nobody else reads it.
+            # The first term has arrived, or is a gradient of this rank; no other code reads it.
             if term is not None:
                 total = term if total is None else total.add_(term)
         held.gradients = {self._rank: total}
@@ -285,7 +276,7 @@ class Values:
     def gradients_of(
         self, stage: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns those outputs of a stage that a gradient came back to, and the gradients."""
+        """Returns the outputs of a stage that have a gradient, and their gradients."""
         roots, gradients = list[Tensor](), list[Tensor]()
         for root, link in zip(outputs, self._made[stage], strict=True):
             if not root.requires_grad:
@@ -307,10 +298,10 @@ class Values:
         return leaves
 
     def release(self, stage: int, microbatch: int) -> None:
-        """Lets go of the inputs of a stage, if no other stage of this rank will read them.
+        """Drops the inputs of a stage, if no other stage of this rank will read them.
 
-        If several stages of this rank take a value, autograd sums their gradients in the leaf. The
-        sum is complete after the last of their backwards, so it is taken then.
+        If several stages of this rank read a value, autograd sums their gradients in the leaf. The
+        gradient is read after the last of their backwards, because the sum is complete then.
         """
         for link in self._taken[stage]:
             held = self._held[link, microbatch]
@@ -320,25 +311,26 @@ class Values:
             if self._program.forward_only:
                 del self._held[link, microbatch]
                 continue
-            # The memory goes now and not at the end of the step: the schedule's bound on
-            # activations counts on that.
+            # The memory is freed now and not at the end of the step, because the schedule's bound
+            # on activations requires it.
             tensor, held.tensor = held.tensor, None
             assert tensor is not None
             gradient = tensor.grad
             if gradient is None and held.spec is None and tensor.requires_grad:
-                # Its producer has posted a receive, which only a message can end.
+                # Its producer has posted a receive, and only a message can end it.
                 gradient = torch.zeros_like(tensor)
             held.gradients[self._rank] = gradient
-            # A module may keep its input. It must not keep the gradient with it, which has left.
+            # A module may keep its input. It must not keep the gradient with it, which is sent.
             tensor.grad = None
 
     def begin_backward(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Remembers which parameters have no gradient, right before a stage's first backward.
+        """Records the parameters without a gradient, right before a stage's first backward.
 
         Autograd makes a new tensor for such a gradient, and that tensor may be a view of another
         gradient. A gradient that exists already, such as a slot of a bucket, stays where it is.
         """
-        # Once in a step, and not once in a backward: a gradient that is there is not made anew.
+        # Once in a step, and not in each backward, because autograd adds to a gradient that is
+        # there.
         missing = [p for p in parameters if p.grad is None and p.requires_grad]
         if stage in self._sharded.stages:
             missing = [p for p in missing if not self._sharded.reduces(p)]
@@ -371,7 +363,7 @@ class Values:
             for owner in _overlapping(sharers) if len(sharers) > 1 else ():
                 assert owner.grad is not None
                 owner.grad = owner.grad.clone()
-        # What has its gradient now is not looked at again: later backwards add to it in place.
+        # Parameters that have their gradient now are not checked again: later backwards add to it.
         if missing:
             self._without_gradient[stage] = [p for p in missing if p.grad is None]
 
@@ -384,7 +376,7 @@ class Values:
 
 
 def _overlapping(owners: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the tensors whose gradient overlaps that of one before, all in one storage.
+    """Returns the tensors whose gradient overlaps the gradient of one before, all in one storage.
 
     Slots of a bucket are in one storage, and do not overlap. They must stay there.
     """
@@ -406,7 +398,7 @@ def _overlapping(owners: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_plain(output: Tensor, what: str) -> None:
-    """Refuses a tensor that is no piece of memory, since only memory can be sent.
+    """Refuses a tensor that is no piece of memory, because only memory can be sent.
 
     Raises:
         StepError: Begins with `what`.

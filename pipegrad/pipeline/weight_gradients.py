@@ -20,17 +20,17 @@ from pipegrad.pipeline.split_backward import (
     mark,
 )
 
-_AT_ONCE_BYTES = 2**18  # one pass of autograd costs some 20 us, so small weights share one
+_AT_ONCE_BYTES = 2**18  # small weights share a pass of autograd, because each costs some 20 us
 
 
 class WeightGradients:
-    """Computes the weights' gradients that I leaves to W, and finds out which are final.
+    """Computes the weights' gradients that I leaves to W, and finds the final parameters.
 
     A parameter is final when its stage has computed all gradients of its inputs and no product of
-    the parameter waits. Products are counted for each parameter, so no hooks are needed.
+    the parameter waits. No hooks are needed, because products are counted for each parameter.
 
     Args:
-        sync: The gradient layer. It learns which parameters are final.
+        sync: The gradient layer, which is informed of final parameters.
     """
 
     def __init__(self, sync: GradientSync) -> None:
@@ -57,13 +57,13 @@ class WeightGradients:
         gradients: Sequence[Tensor | None],
         parameters: Mapping[int, nn.Parameter],
     ) -> list[WeightProduct]:
-        """Computes the gradients of a stage's inputs, and those of weights that cannot wait.
+        """Computes the gradients of a stage's inputs, and of the weights that cannot wait.
 
         Args:
             stage: The stage.
             roots: The outputs of its forward in a microbatch.
             gradients: The gradients of the roots.
-            parameters: Those of the stage by id, the same in a step.
+            parameters: The parameters of the stage by id, the same in a step.
         """
         self._parameters[stage] = parameters
         with _garbage_later():
@@ -88,7 +88,7 @@ class WeightGradients:
         self._sync.parameters_final(stage, final)
 
     def compute_shared(self, stage: int, waiting: Iterable[list[WeightProduct]]) -> None:
-        """Computes those products of some microbatches whose parameters other ranks hold too."""
+        """Computes the products of some microbatches whose parameters other ranks also hold."""
         crosses = self._sync.topology.crosses
         records = self._sync.records()
         shared = {id(self._sync.parameter(r)) for r in records if crosses(r.holders)}
@@ -98,10 +98,11 @@ class WeightGradients:
             self.compute(stage, of_shared)
 
     def compute(self, stage: int, products: list[WeightProduct]) -> None:
-        """Computes products of a microbatch, a few parameters at a time; lets go of each."""
+        """Computes products of a microbatch, a few parameters at a time, and frees them."""
         counts = self._counts[stage]
-        # All uses of a weight go together, since its hooks must see their sum. The list is emptied
-        # first, so that the factors of each product are freed as soon as it is computed.
+        # All uses of a weight go together, because its hooks must see their sum. The list is
+        # emptied first, because the factors of each product must be freed as soon as it is
+        # computed.
         groups = list(reversed(by_parameter(products).values()))
         products.clear()
         chunk, nbytes = list[list[WeightProduct]](), 0
@@ -122,11 +123,11 @@ class WeightGradients:
 
 @contextlib.contextmanager
 def _garbage_later() -> Iterator[None]:
-    """Keeps Python from looking for garbage inside.
+    """Disables Python's garbage collection in its body.
 
     A walk through autograd's graph makes an object for each node, and few of them outlive it. But
-    Python would count them, and look through the objects of the whole process far more often: that
-    takes longer than the walk.
+    Python would count them, and search the objects of the whole process far more often, which takes
+    longer than the walk.
     """
     was_enabled = gc.isenabled()
     try:

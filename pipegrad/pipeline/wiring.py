@@ -1,4 +1,4 @@
-"""Wiring: which stage takes what other stages make, and the schedule on that.
+"""Wiring: the links between outputs and inputs of stages, and the schedule on these links.
 
 Ranks exchange the names of their stages once, in `agree_on_wiring`. The rest is computed from them,
 on every rank alike.
@@ -31,7 +31,7 @@ from pipegrad.topology import Topology
 Loss = Callable[..., object]  # returns a loss, or a tuple: see `loss_parts`
 ScheduleSpec = Schedule | ScheduleGenerator | str | Mapping[str, Any]
 LOSS_OVER = "microbatch", "batch"
-# The arguments of `Scheduler.step` by name, beside inputs.
+# The arguments of `Scheduler.step` by name, without inputs.
 OF_STEP = (
     "target",
     "microbatches",
@@ -42,7 +42,7 @@ OF_STEP = (
     "loss_divisor",
     "outputs",
 )
-REST = "**"  # the name of an input begins with it, if that is all that no stage names
+REST = "**"  # prefix of the name of an input that takes everything that no stage names
 Names = tuple[str, ...]
 Ends = dict[int, tuple[Names, Names, Names]]  # stage -> its inputs, outputs and losses
 Begins = dict[int, str]  # stage -> a digest of its values
@@ -50,10 +50,10 @@ Begins = dict[int, str]  # stage -> a digest of its values
 
 @dataclass(frozen=True)
 class Wiring:
-    """How the stages of a pipeline hang together.
+    """The links between the stages of a pipeline.
 
     Attributes:
-        links: Values that stages hand on.
+        links: Values that stages pass to later stages.
         external: Names of the values that come from outside, in the order of their first use.
         taken: For each stage its inputs, in order: a number in `links`, or an external name.
         losses: Names of the losses that stages make.
@@ -67,19 +67,19 @@ class Wiring:
 
 @dataclass(frozen=True)
 class WiredPipeline:
-    """What all ranks have agreed on.
+    """The stages, links and schedule that all ranks have agreed on.
 
     Attributes:
-        schedule: What every rank computes, for this wiring.
-        topology: With the schedule's stages.
-        wiring: How the stages hang together.
-        stages: Those of this rank.
+        schedule: The actions of all ranks, for this wiring.
+        topology: The topology with the schedule's stages.
+        wiring: The links between the stages.
+        stages: The stages of this rank.
         loss_fn: Takes the last stage's outputs and a target by position; on this rank alone.
         is_weighted: Whether losses are sums and have weights.
-        labels: Names of the inputs that are the target, too; empty if a step is given a target.
-        codecs: Which codec carries what over which hop.
+        labels: Names of the inputs that are the target, too; empty if a step has a target.
+        codecs: The codecs of all hops.
         mixed: Two ranks whose first values of the uncut model differ; None if none are known.
-        carries: Whether any stage carries something from chunk to chunk.
+        carries: Whether any stage carries values from chunk to chunk.
         is_over_batch: Whether there is one loss, of all microbatches.
     """
 
@@ -115,14 +115,14 @@ class WiredPipeline:
 
 @dataclass(frozen=True)
 class Described:
-    """What a rank says of its part of a pipeline.
+    """The description of a rank's part of a pipeline, which all ranks exchange.
 
     Attributes:
-        arguments: What all ranks are given alike, a line each.
+        arguments: Arguments that must be equal on all ranks, a line each.
         schedule: Its name.
         grid: The schedule itself.
-        codecs: Their identity.
-        carries: Whether a stage of it carries something from chunk to chunk.
+        codecs: The identity of its codecs.
+        carries: Whether one of its stages carries values from chunk to chunk.
         begins: Digests of the values of the stages of a cut model.
         ends: The names of its stages' inputs, outputs and losses.
     """
@@ -154,10 +154,10 @@ def agree_on_wiring(
     complaint: str,
     timeout_seconds: float,
 ) -> WiredPipeline:
-    """Returns how the stages of all ranks hang together.
+    """Returns the stages, links and schedule of a pipeline, after all ranks have agreed on them.
 
-    The arguments are those of `Scheduler`, and what is wrong with their names. Every rank of the
-    topology must call it.
+    The arguments are arguments of `Scheduler`, and a complaint about unknown names of options.
+    Every rank of the topology must call it.
 
     Raises:
         PipegradError: If anything does not fit together; on all ranks alike.
@@ -169,7 +169,8 @@ def agree_on_wiring(
     reduction = loss_reduction or (TOKEN_MEAN if labels else MEAN)
 
     def describe() -> tuple[_Local, Described]:
-        # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
+        # Everything that can fail on this rank alone is inside, because its error must be raised on
+        # all ranks.
         if complaint:
             raise ScheduleError(complaint)
         _check_loss(reduction, loss_over, is_own=bool(labels))
@@ -202,11 +203,11 @@ def agree_on_wiring(
         "Scheduler", describe, ranks=ranks, timeout_seconds=timeout_seconds
     )
     generated, staged, local_stages, bound, choice = local
-    # All ranks have the same replies, so an error below is raised on all of them.
+    # An error below is raised on all ranks, because all of them have the same replies.
     by_rank = dict(zip(ranks, replies, strict=True))
     same("the schedule", {rank: one.arguments for rank, one in by_rank.items()})
     if len({one.grid for one in replies}) > 1:
-        # Names say more than a row of a grid. Equal grids may have two names.
+        # Names are clearer than a row of a grid. Equal grids may have two names.
         same("the schedule", {r: f"{one.schedule}\n{one.grid}" for r, one in by_rank.items()})
     same("codecs", {rank: one.codecs for rank, one in by_rank.items()})
     wiring = wired({rank: one.ends for rank, one in by_rank.items()})
@@ -229,7 +230,7 @@ def agree_on_wiring(
 
 
 def _check_loss(reduction: str, loss_over: str, *, is_own: bool) -> None:
-    """Refuses ways to take losses together that there are not, or that the model's own has not."""
+    """Refuses an unknown loss_reduction or loss_over, or one that the model's own loss excludes."""
     if reduction not in REDUCTIONS:
         raise ScheduleError(f"loss_reduction is {reduction!r}, expected one of {list(REDUCTIONS)}")
     if is_own and reduction != TOKEN_MEAN:
@@ -247,12 +248,7 @@ def _check_loss(reduction: str, loss_over: str, *, is_own: bool) -> None:
 
 
 def mixed_in(topology: Topology, begins: Mapping[int, Begins]) -> tuple[int, int] | None:
-    """Returns two ranks that give their stages first values of different models.
-
-    Args:
-        topology: Of any rank.
-        begins: Digests of what each rank knows of all stages, by rank.
-    """
+    """Returns two ranks that give their stages first values of different models."""
     # All replicas of a stage get the values of its lowest rank.
     givers = {
         stage: rank
@@ -266,7 +262,7 @@ def mixed_in(topology: Topology, begins: Mapping[int, Begins]) -> tuple[int, int
 
 
 def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]]) -> Wiring:
-    """Returns how stages hang together.
+    """Returns the links, external inputs and losses of the stages of a pipeline.
 
     Args:
         ends: Stage -> names of its inputs, of its outputs and of its losses; all stages from 0.
@@ -334,13 +330,7 @@ def hops_of(wiring: Wiring, stage_to_rank: Sequence[int]) -> tuple[Hop, ...]:
 def schedule_of(
     spec: ScheduleSpec, topology: Topology, num_microbatches: int | None, chunks: int | None = None
 ) -> Schedule:
-    """Returns the schedule of this pipeline that `spec` stands for.
-
-    Args:
-        spec: What it is made of.
-        topology: As this rank sees it.
-        num_microbatches: Into how many rows are cut.
-        chunks: Into how many chunks of time each of them is; None if `spec` knows it.
+    """Returns the schedule of this pipeline for `spec`.
 
     Raises:
         PipegradError: If there is none, or not of these numbers.
@@ -364,7 +354,7 @@ def schedule_of(
 
 
 def later_words(spec: ScheduleSpec) -> str:
-    """Returns what decides about the schedules of later steps; "" if these are all alike."""
+    """Returns a description of the generator of later schedules; "" if all are alike."""
     if isinstance(spec, Schedule):
         return ""
     resolved = registry.resolve(spec)
@@ -375,10 +365,10 @@ def later_words(spec: ScheduleSpec) -> str:
 def stages_of_rank(
     stages: Sequence[Stage] | StageSource, schedule: Schedule, topology: Topology, *, own_loss: bool
 ) -> Sequence[Stage]:
-    """Returns the stages of this rank, as they are given or of what makes them.
+    """Returns the stages of this rank: the given ones, or stages that the source makes.
 
     Raises:
-        ScheduleError: If that has another number of stages than the schedule.
+        ScheduleError: If the source has another number of stages than the schedule.
     """
     if isinstance(stages, Sequence):
         return stages
@@ -439,11 +429,11 @@ def check_whole(whole: object, wiring: Wiring) -> None:
 
 
 def bound_loss(loss_fn: Loss | None, stages: Sequence[Stage], topology: Topology) -> Loss | None:
-    """Returns how to call the loss with the outputs of the last stage, and a target.
+    """Returns the call of the loss with the outputs of the last stage, and a target.
 
     Raises:
-        PipegradError: If the names of its parameters look swapped; or if it has parameters that
-            no stage holds, and others may not have what it is given.
+        PipegradError: If the names of its parameters look swapped; or if it has trainable
+            parameters that no stage of this rank holds.
     """
     last = [stage for stage in stages if stage.index == topology.num_stages - 1]
     if loss_fn is None or not last:
@@ -453,14 +443,14 @@ def bound_loss(loss_fn: Loss | None, stages: Sequence[Stage], topology: Topology
 
 
 def wired(by_rank: Mapping[int, Ends]) -> Wiring:
-    """Returns how the stages hang together.
+    """Returns the wiring of the stages of all ranks; see `wire`.
 
     Args:
         by_rank: The inputs, outputs and losses of each rank's stages.
 
     Raises:
-        AgreementError: If replicas of a stage have other ones.
-        ScheduleError: As `wire`.
+        AgreementError: If replicas of a stage have other inputs, outputs or losses.
+        ScheduleError: If `wire` raises it.
     """
     merged: Ends = {}
     for ends in by_rank.values():

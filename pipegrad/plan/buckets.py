@@ -164,15 +164,7 @@ def make_buckets(
     divisors: Divisors,
     options: GradientOptions,
 ) -> tuple[Bucket, ...]:
-    """Returns the buckets of all ranks, numbered by readiness.
-
-    Args:
-        manifest: The agreed model.
-        topology: Of any rank.
-        routes: Key -> route, on any rank that holds it.
-        divisors: Key -> divisor of its gradient.
-        options: Of the gradient layer.
-    """
+    """Returns the buckets of all ranks, numbered by readiness."""
     alone = options.stage_ticks or range(topology.num_stages - 1, -1, -1)
     several = options.shared_ticks or alone
     # Backward completes gradients in the reverse order of the model. With buckets in this order,
@@ -280,10 +272,6 @@ def share_out(records: Iterable[ParameterRecord], costs: list[int]) -> list[list
     """Returns the parameters of a bucket that each rank owns.
 
     The costliest one goes first, to the rank whose steps cost least so far.
-
-    Args:
-        records: The parameters.
-        costs: What each rank steps so far; the new costs are added.
     """
     # Balance inside a bucket also matters: the rank that owns most of it receives most.
     shares: list[list[ParameterRecord]] = [[] for _ in costs]
@@ -352,13 +340,7 @@ def localised(
     routes: Mapping[str, Route],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Returns the buckets of one rank, with that rank's routes and local shards.
-
-    Args:
-        buckets: Of all ranks.
-        routes: Key -> route on that rank.
-        shapes: Key -> shape of the rank's local shard of a DTensor.
-    """
+    """Returns the buckets of one rank, with that rank's routes and local shards."""
     return tuple(
         replace(
             bucket,

@@ -214,10 +214,6 @@ def _check_ties(
 def check_sums(buckets: Iterable[Bucket], handlers: Mapping[str, GradientHandler]) -> None:
     """Refuses a `sum_dtype` with communication hooks, and with chains of more than two ranks.
 
-    Args:
-        buckets: Of all ranks.
-        handlers: Name -> instance.
-
     Raises:
         PlanError: If there is such a reduction. It names the handler and a parameter.
     """
@@ -360,11 +356,6 @@ def refuse_different_buffers(
     buffers: Mapping[int, Mapping[Location, str]], topology: Topology, allow_unsynced: Sequence[str]
 ) -> None:
     """Refuses buffers that start differently on replicas of a stage. They would stay different.
-
-    Args:
-        buffers: Rank -> location -> digest.
-        topology: Of any rank.
-        allow_unsynced: Shell-style patterns of names, with or without ``stage.`` before them.
 
     Raises:
         PlanError: If there is such a buffer. It names it, and the ways to repair it.

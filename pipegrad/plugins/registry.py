@@ -267,12 +267,7 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/?#\s@]+(?=@)")
 
 
 def redacted(value: Any, name: str = "") -> Any:  # noqa: ANN401 - what TOML and JSON have
-    """Returns plain data without secrets.
-
-    Args:
-        value: Of an option, or a table of them; it is not changed.
-        name: Of the option.
-    """
+    """Returns plain data without secrets."""
     words = [word.lower() for word in _WORD.findall(name)]
     if value is not None and any(map(_SECRET.fullmatch, words)):
         return REDACTED

@@ -96,14 +96,6 @@ def fastest_cut(
     If no cut is within the limit, it is the one that holds least. Of cuts that were simulated, and
     differ by less than 0.5 %, the one that moves the fewest layers is taken. If a program is too
     large for some simulations, it is the last of `begins`.
-
-    Args:
-        program: What every rank does, however the model is cut.
-        costs_at: Returns the costs of a cut.
-        num_layers: Each stage has one or more.
-        begins: Cuts to begin with; layers move from the first of them.
-        num_steps: How many steps are simulated.
-        memory_limit_bytes: The most that a rank may hold.
     """
     if program.num_items * num_steps * (len(begins) + 1) > _MOST_ITEMS:
         return begins[-1]
@@ -180,12 +172,7 @@ class _Search:
         return list(zip(map(self._beyond, held), seconds, strict=True))
 
     def improve(self, cuts: Iterable[Begins], *, is_first: bool = False) -> bool:
-        """Simulates the cuts whose floors are below the best step; returns whether one is better.
-
-        Args:
-            cuts: Which ones.
-            is_first: Whether to end with the first that is better.
-        """
+        """Simulates the cuts whose floors are below the best step; returns whether one is better."""
         before, new = self.best, [cut for cut in cuts if cut not in self._weights]
         for floor, cut in sorted(zip(self._floors(new), new, strict=True)) if new else []:
             if self._left <= 0 or not _is_less(floor, self._weights[self.best]):

@@ -176,14 +176,7 @@ def holders(rank: int, name: str) -> list[int]:
 
 
 def whole(step: str, rank: int, name: str, *, is_apart: bool = False) -> torch.Tensor | None:
-    """Returns the gradient of one process, in float64; None if no rank has a gradient.
-
-    Args:
-        step: The step.
-        rank: A rank that holds the parameter.
-        name: Of the parameter.
-        is_apart: Whether the process trains the data replica of `rank` alone.
-    """
+    """Returns the gradient of one process, in float64; None if no rank has a gradient."""
     replica = LIVE.at(rank).ranks_along(LIVE.pipeline) if is_apart else LIVE.ranks
     ranks = [other for other in holders(rank, name) if other in replica]
     gradients = [gradient_of(step, other, name) for other in ranks]

@@ -78,11 +78,6 @@ class Config(Table):
     def refuse(self, key: str, complaint: str, *, cause: BaseException | None = None) -> NoReturn:
         """Raises a ConfigError about the value of a key.
 
-        Args:
-            key: Dotted, as in ``--set``.
-            complaint: What was expected, and what would be accepted.
-            cause: The error that caused this one.
-
         Raises:
             ConfigError: Always.
         """

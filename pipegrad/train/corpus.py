@@ -69,10 +69,6 @@ class Tokenizer:
 class FileTokenizer(Tokenizer):
     """A tokenizer of a file of the library `tokenizers`.
 
-    Args:
-        config: The configuration.
-        path: Of the file.
-
     Raises:
         ConfigError: If the library is missing, or the file cannot be read.
     """
@@ -208,10 +204,6 @@ def seed_all(seed: int) -> None:
 
 def read_corpus(config: Config, key: str = "data.files") -> Corpus:
     """Returns the text of a configuration; without files that of CPython's help (466 KB). Local.
-
-    Args:
-        config: The configuration.
-        key: Where it names the files: ``data.files`` or ``eval.files``.
 
     Raises:
         ConfigError: If a file or the cache cannot be used, or the text is shorter than a sequence

@@ -85,16 +85,7 @@ def dataset_of(config: Config, key: str, num_shares: int) -> MakeBatches | None:
 
 
 class Batches:
-    """The batches of a function for one data rank, epoch after epoch.
-
-    Args:
-        config: The configuration.
-        key: Where it names the function, for messages.
-        function: As `dataset_of` returns it.
-        data_rank: Which data rank's batches these are.
-        num_data_ranks: How many data ranks there are.
-        repeat: Whether the next epoch follows when the function has no more batches.
-    """
+    """The batches of a function for one data rank, epoch after epoch."""
 
     def __init__(
         self,
@@ -329,14 +320,7 @@ def read_texts(config: Config) -> Texts:
 
 
 def make_feed(job: Job, topology: Topology, texts: Texts, *, held_out: bool = False) -> Feed:
-    """Returns the feed of this rank. Local.
-
-    Args:
-        job: The job.
-        topology: As this rank sees it, with the stages of the schedule.
-        texts: The texts of the job.
-        held_out: Whether it is what is held out, each time once from the beginning; there is some.
-    """
+    """Returns the feed of this rank. Local."""
     config, data_rank = job.config, topology.coordinate(topology.data)
     table = "eval" if held_out else "data"
     function = job.held_out if held_out else job.dataset
@@ -366,11 +350,6 @@ def make_feed(job: Job, topology: Topology, texts: Texts, *, held_out: bool = Fa
 
 class Feed:
     """The batches of this rank.
-
-    Args:
-        source: Returns a batch by its number, from 1, and how many elements the targets of all
-            batches up to it have; None if there are no more.
-        what: What the batches are, for messages.
 
     Attributes:
         what: As above.

@@ -228,13 +228,6 @@ class Updated(NamedTuple):
 class Update:
     """Updates the parameters at the end of each step. Every rank must call it.
 
-    Args:
-        config: The configuration.
-        sync: The gradient layer.
-        optimizer: Made by ``sync.optimizer``.
-        learning_rate: Its schedule; None for a constant one.
-        scaler: Of the loss, with ``train.precision = "fp16"``. It skips steps by itself.
-
     Attributes:
         skipped: Steps of this run that changed nothing, because gradients were not finite.
     """
@@ -281,9 +274,6 @@ class Update:
 
     def make(self, number: int) -> Updated:
         """Updates the parameters with the gradients of a step, or skips that on all ranks.
-
-        Args:
-            number: Of the step.
 
         Raises:
             StepError: If the gradients are not finite and are not to be skipped, or if too many

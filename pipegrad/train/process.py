@@ -130,10 +130,6 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
     An existing process group is left unchanged. A rank of torchrun ends its process here; see
     [Note: how a rank ends].
 
-    Args:
-        timeout_seconds: How long ranks wait for each other, to join and in collectives; by default
-            ten minutes to join. In collectives the watch ends a job that stalls, with a report.
-
     Raises:
         ConfigError: If variables of the environment are missing or wrong, or ranks do not join.
     """
@@ -400,11 +396,6 @@ def fail(error: BaseException, folder: Path | None, *, shows_traceback: bool) ->
     """Prints what has failed, once for all ranks; returns the exit code.
 
     It takes some seconds at most, also if other ranks are gone.
-
-    Args:
-        error: What was raised on this rank.
-        folder: Of the run that has failed, if there is one. It takes the traceback.
-        shows_traceback: Whether to print the traceback, too.
     """
     file = _write_traceback(error, folder, shows=shows_traceback)
     note = f" (traceback: {file})" if file else ""

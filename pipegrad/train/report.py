@@ -48,12 +48,7 @@ def manifest_of(config: Config, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Report:
-    """Gives every step of a run to the reporters at once, so nothing is lost if the run fails.
-
-    Args:
-        console: Where the summary is printed, and which reporter has failed.
-        job: Has the configuration and the reporters.
-    """
+    """Gives every step of a run to the reporters at once, so nothing is lost if the run fails."""
 
     def __init__(self, console: Console, job: Job) -> None:
         self._console = console
@@ -66,11 +61,6 @@ class Report:
 
     def begin(self, folder: Path, manifest: Mapping[str, Any], first_step: int = 1) -> None:
         """Writes the manifest into a folder, and opens the reporters there.
-
-        Args:
-            folder: The run's folder.
-            manifest: Of a run that begins; one that goes on has its own.
-            first_step: Number of the first step.
 
         Raises:
             OSError: If a reporter cannot write there. No reporter is open then.
@@ -115,14 +105,7 @@ class Report:
         replicas: str | None,
         timeline: Timeline | None = None,
     ) -> None:
-        """Prints the end of a run: a sentence on its steps, a table, and where the rest is.
-
-        Args:
-            folder: Folder of the run's files. It gets the timeline.
-            summary: Of the job.
-            replicas: Result of `check_replicas` at the end; None if there are none.
-            timeline: Of the last steps; None if they were not recorded.
-        """
+        """Prints the end of a run: a sentence on its steps, a table, and where the rest is."""
         first, last = self._first, self._last[-1]
         assert first is not None
         # The first steps make communicators and fill caches. So times are taken from the second
@@ -159,14 +142,7 @@ class Report:
 def _with_notes(
     timeline: Timeline, config: Config, summary: Mapping[str, Any], steps: Sequence[StepMetrics]
 ) -> Timeline:
-    """Returns a timeline with what its explanation needs to know of the run.
-
-    Args:
-        timeline: Of the last steps.
-        config: The configuration.
-        summary: Of the job.
-        steps: More steps, which say how long they take, and how much that varies.
-    """
+    """Returns a timeline with what its explanation needs to know of the run."""
     seconds = sorted(m.step_seconds for m in steps)
     middle, quarter = statistics.median(seconds), len(seconds) // 4
     elapsed = steps[-1].elapsed_seconds - steps[0].elapsed_seconds

@@ -53,9 +53,6 @@ class RunLock:
     The kernel releases it when this process ends, however it ends. It is a lock of the process: a
     worker of the data that outlives the process does not hold it, as it would with `fcntl.flock`.
 
-    Args:
-        folder: Of the run.
-
     Raises:
         HeldError: If another process holds it. The message says which.
         OSError: If there can be no such file, or something else is in its place.
@@ -223,11 +220,6 @@ def cut_rows(path: Path, step: int) -> None:
 
 def refuse_unseen(config: Config, folder: Path, *, is_new: bool) -> None:
     """Refuses the folder of a run that some rank does not see; every rank must call it.
-
-    Args:
-        config: The configuration.
-        folder: The folder.
-        is_new: Whether this run has made it. Then it is removed if it is refused.
 
     Raises:
         ConfigError: If a rank does not see it; on all ranks.

@@ -50,13 +50,6 @@ def build_stages(
 ) -> tuple[Cut, list[Stage]]:
     """Returns the cut and this rank's stages on its device; every rank calls it.
 
-    Args:
-        job: The job.
-        topology: As this rank sees it, with process groups.
-        feed: Has the first batch of this rank.
-        texts: The texts of the job.
-        device: Of this rank's stages.
-
     Raises:
         PipegradError: If the model cannot be made or cut; on all ranks.
     """

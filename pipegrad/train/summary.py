@@ -168,11 +168,6 @@ def _identity(resolved: ResolvedPlugin[Any]) -> dict[str, Any]:
 def predicted(job: Job, manifest: Manifest, costs: Costs | None = None) -> Timeline:
     """Returns the timeline of a step, simulated.
 
-    Args:
-        job: The job.
-        manifest: Its model.
-        costs: Of computing and sending; without them, a forward takes 1 unit and a backward 2.
-
     Raises:
         ScheduleError: If the costs are not those of the job's stages.
     """

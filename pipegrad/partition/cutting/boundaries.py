@@ -49,12 +49,6 @@ def starts_of(
 ) -> list[int]:
     """Returns the index of the first layer of every stage but the first.
 
-    Args:
-        layers: Where stages may begin.
-        num_stages: How many stages.
-        by: What is to be even: of `BY`, or a number for each layer.
-        boundaries: Indices or names of these layers, instead of an even cut.
-
     Raises:
         TopologyError: If that is impossible.
     """

@@ -231,15 +231,7 @@ def find(roots: Mapping[str, Any], path: Sequence[Any]) -> Any:
 
 
 class Watch:
-    """Compares what a call of a layer reaches, before and behind it.
-
-    Args:
-        layer: The layer.
-        args: Of the call.
-        kwargs: Likewise.
-        known: What may change. By default everything is compared, which takes longer than the call
-            of a small layer.
-    """
+    """Compares what a call of a layer reaches, before and behind it."""
 
     def __init__(
         self, layer: nn.Module, args: Any, kwargs: Any, known: Sequence[Change] | None = None
@@ -318,11 +310,6 @@ def replaced(value: Any, tensor_of: Callable[[Tensor], Tensor], put_in: PutIn) -
 
     Containers stay the same ones, so what a layer writes into them is where it would be. Of a
     tuple there is another one.
-
-    Args:
-        value: What is given.
-        tensor_of: Returns what takes the place of a tensor.
-        put_in: Collects what `put_back` needs.
     """
     if isinstance(value, Tensor):
         return tensor_of(value)

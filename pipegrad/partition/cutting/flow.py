@@ -39,11 +39,6 @@ def flow_of(
 ) -> Flow:
     """Returns what a model does with a sample: the first one that it can take.
 
-    Args:
-        model: The uncut model. It is as before afterwards.
-        layers: Its layers, by name.
-        samples: Keyword arguments of its forward, in several ways.
-
     Raises:
         TopologyError: If the model fails.
     """
@@ -100,17 +95,7 @@ def _run(
     dtype: torch.dtype | None = None,
     is_training: bool = False,
 ) -> Flow:
-    """Runs a model.
-
-    Args:
-        model: The model.
-        layers: Its layers.
-        sample: What it is given.
-        fake: Whether its tensors have no values.
-        given: Whether what it is given has values.
-        dtype: Of fake tensors; their own if None.
-        is_training: Whether to run in training mode.
-    """
+    """Runs a model."""
     tensor_of = cache(partial(_fake, dtype=dtype) if fake else _real)
     input_of = cache(partial(_real, dtype=dtype) if given else tensor_of)
     mode = FakeTensorMode(allow_non_fake_inputs=given) if fake else contextlib.nullcontext()

@@ -59,10 +59,6 @@ def layers_of(model: nn.Module, num_stages: int) -> dict[str, nn.Module]:
 
     If there are fewer layers than stages, lists inside of layers count, too.
 
-    Args:
-        model: The uncut model.
-        num_stages: How many stages it is for.
-
     Raises:
         TopologyError: If there are fewer layers than stages.
     """

@@ -40,14 +40,6 @@ def parts_of(
 ) -> list[Part]:
     """Returns the stages of a model.
 
-    Args:
-        model: The uncut model. Stages share its tensors.
-        layers: Its layers, by name.
-        flow: What it does.
-        starts: The first call of each stage but the first.
-        returned: What the last stage returns, by name.
-        losses: What else it must be able to compute.
-
     Raises:
         TopologyError: If stages would draw different random numbers for one value, or if code
             outside of layers uses a parameter or a buffer inside of a layer of another stage.
@@ -203,13 +195,6 @@ def _place_parameters(
 
     Code outside of layers may use a parameter of a layer itself on several stages, and so a tied
     one. It is refused if it uses what else is inside of a layer of another stage.
-
-    Args:
-        model: The uncut model.
-        module: The stage.
-        here: Names of the layers of the stage.
-        layers: The layers, by name.
-        used: Names of parameters and buffers that code outside of layers uses on this stage.
     """
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = {id(parameter) for layer in here for parameter in layers[layer].parameters()}

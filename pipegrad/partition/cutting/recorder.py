@@ -106,11 +106,6 @@ class _Running:
 class ModelRecorder(TorchDispatchMode):
     """Sees every operator, and every call of a layer.
 
-    Args:
-        model: The model, which nobody else uses.
-        layers: Names of its layers.
-        inputs: What it will be called with.
-
     Attributes:
         written: As in `Flow`.
         writes_inputs: As in `Flow`.

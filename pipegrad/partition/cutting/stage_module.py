@@ -64,13 +64,6 @@ class _StageEndedError(BaseException):
 class Run:
     """The forward of one stage, while it runs.
 
-    Args:
-        flow: What the model does.
-        first: The first call of the stage.
-        end: The call behind its last one.
-        inputs: What the stage receives.
-        outputs: What it sends.
-
     Attributes:
         flow: The argument.
         first: The argument.
@@ -410,12 +403,7 @@ class StageModule(nn.Module):
     """The uncut model on one stage."""
 
     def forward(self, *edges: Tensor, **batch: object) -> Any:
-        """Returns what the stage sends; on the last stage what the model returns.
-
-        Args:
-            *edges: What earlier stages send.
-            **batch: The arguments of the uncut model's forward, the same on every stage.
-        """
+        """Returns what the stage sends; on the last stage what the model returns."""
         run: Run = vars(self)["_pipegrad_run"]
         if run.flow.writes_inputs:
             # All stages of a rank are given the same tensors, and a recomputed forward, too.

@@ -135,14 +135,7 @@ class OtherLayer(nn.Module):
 def other_layer(
     name: str, described: nn.Module, run: Run, lost: Collection[tuple[str, str]]
 ) -> dict[str, nn.Module]:
-    """Returns what stands instead of a layer and of the modules inside, by their names in it.
-
-    Args:
-        name: Of the layer.
-        described: The layer, on the meta device; see `without_memory`.
-        run: Of the stage.
-        lost: As `Call`.
-    """
+    """Returns what stands instead of a layer and of the modules inside, by their names in it."""
     tensors = (*described.parameters(), *described.buffers())
     layer = _Elsewhere(run, name, lost, {tensor.dtype: tensor.dtype for tensor in tensors})
     for path, module in described.named_modules():

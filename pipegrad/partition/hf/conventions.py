@@ -107,10 +107,6 @@ def inner_model(model: nn.Module) -> Any | None:  # noqa: ANN401 - transformers 
 class Conventions:
     """What a model takes and returns.
 
-    Args:
-        model: The uncut model. Nothing of it is kept but its configuration.
-        example: What the cut was given.
-
     Attributes:
         labels: Names of the arguments from which the model computes its own loss; empty if it
             computes none, or one that is no mean, or several means, or one that is not computed by
@@ -425,11 +421,6 @@ def _tokens_of(inner: Any) -> dict[str, int]:  # noqa: ANN401 - a transformers m
 
 def _filled(tokens: Tensor, sizes: Tensor, *, in_patches: bool = False) -> Tensor | None:
     """Returns how many images each sample has, or patches, if images fill its tokens in order.
-
-    Args:
-        tokens: Of each sample.
-        sizes: Of each image, as many for each token.
-        in_patches: Whether to count these sizes instead of images.
 
     Returns:
         None if an image would belong to two samples.

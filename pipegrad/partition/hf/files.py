@@ -115,10 +115,6 @@ def extra(module: str) -> ModuleType:
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes tensors into one file.
 
-    Args:
-        path: Of the file. Its folder exists.
-        tensors: By name, on the CPU and contiguous.
-
     Raises:
         WeightsError: If the file cannot be written.
     """

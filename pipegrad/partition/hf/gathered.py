@@ -35,10 +35,6 @@ def collected(held: Mapping[str, Tensor], wanted: Collection[str]) -> Iterator[t
 
     Host and device need memory for one tensor at a time. DTensors are gathered.
 
-    Args:
-        held: What this rank has. A tensor on the meta device counts as missing.
-        wanted: Names of what this rank takes; of those that no rank has, nothing is yielded.
-
     Raises:
         AgreementError: If a rank does not come.
 

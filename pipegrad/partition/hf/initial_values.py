@@ -38,11 +38,6 @@ def initial_values(
 
     Torch's own generators are left as they were.
 
-    Args:
-        model: The uncut model. It is not changed, and its tensors may be on the meta device.
-        names: Of parameters and buffers of the model; one name of each tied tensor.
-        seed: Any integer.
-
     Returns:
         Tensors on the CPU, with the shape and the dtype that the model has.
 

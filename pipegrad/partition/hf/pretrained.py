@@ -94,14 +94,6 @@ def load_stages(
     other tensors. So tied tensors on different stages are the same. They are not the values that
     transformers draws after ``torch.manual_seed``.
 
-    Args:
-        directory: What ``save_pretrained`` wrote; None if all values are initial ones.
-        model: The uncut model, with its ties. The stages have its names.
-        stages: Their tensors on the meta device are replaced. Dtype and requires_grad stay.
-        device: Where the tensors go. Initial values are drawn on the CPU.
-        seed: Of the tensors that the directory lacks, such as the head of a classifier. Without it
-            these are an error.
-
     Raises:
         WeightsError: If a file is missing or damaged, if a tensor is missing or has another shape,
             or if the model does not initialise it. All ranks raise it, or an AgreementError that

@@ -165,11 +165,6 @@ def _state(
 ) -> dict[str, Tensor]:
     """Returns the tensors of a stage that are saved, by the first of their names.
 
-    Args:
-        stage: A stage.
-        first: For each name the one name of its tensor.
-        needed: Names of an adapter's tensors; None if all are saved.
-
     Raises:
         WeightsError: If a tensor has no values.
     """

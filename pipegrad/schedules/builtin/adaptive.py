@@ -40,11 +40,6 @@ class AdaptiveOneForwardOneBackward(MeasuredGenerator):
     less time by more than `threshold`; or if it holds fewer activations and no hop would be too
     slow, even if all took 1.25 times as long.
 
-    Args:
-        max_live_activations: How many microbatches rank 0 may hold, at least as many as it has
-            ranks. Later ranks hold fewer. The default is that of eager-1f1b, 2 P - 1.
-        threshold: Share of the time, in [0, 1), for which nothing is changed.
-
     Raises:
         ScheduleError: If a number is out of its range.
 

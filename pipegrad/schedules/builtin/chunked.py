@@ -12,11 +12,7 @@ from pipegrad.schedules.schedule import Schedule, ScheduleGenerator, is_number
 
 
 class _Chunked(ScheduleGenerator):
-    """A schedule of one stage on each rank, made for chunks as if they were microbatches.
-
-    Args:
-        chunks: Into how many chunks of time a step cuts each sequence, if it is not told.
-    """
+    """A schedule of one stage on each rank, made for chunks as if they were microbatches."""
 
     def __init__(self, chunks: int = 1) -> None:
         if not is_number(chunks) or chunks < 1:
@@ -64,9 +60,6 @@ class ChunkedOneForwardOneBackward(_Chunked):
     If all chunks take alike, the bubble is (P-1) (tF+tB) / k, where tF and tB are those of a whole
     sequence.
 
-    Args:
-        chunks: Into how many chunks of time a step cuts each sequence, if it is not told.
-
     Source: Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism", 2024, arXiv
     2406.03488, section 3.
     """
@@ -85,9 +78,6 @@ class ChunkedZeroBubbleH1(_Chunked):
         rank 1      1F0 1F1 1I1 1F2 1I0 1W1 1F3 1I3 1W0 1I2 1W3 1W2
 
     Every rank holds as much as the first one of `chunked-1f1b`.
-
-    Args:
-        chunks: Into how many chunks of time a step cuts each sequence, if it is not told.
 
     Source: as `chunked-1f1b`, with the split backward of `zb-h1`.
     """

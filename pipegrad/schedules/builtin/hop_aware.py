@@ -29,12 +29,6 @@ def hiding(
     """Returns for each hop the forwards that hide it.
 
     They are added one by one, each at the hop that costs most.
-
-    Args:
-        cost: Returns what a hop costs with a number of forwards.
-        hops: All hops; of equal ones the first gets the next forward.
-        allowed: What each hop may cost.
-        most: How many forwards all hops may have together.
     """
     extras = [0] * len(hops)
     costs = [(-cost(hop, 0), place, hop) for place, hop in enumerate(hops)]

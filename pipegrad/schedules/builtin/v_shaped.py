@@ -28,13 +28,6 @@ def repeated(
     - An action whose inputs are there overtakes others. This fills the warm-up and the drain, and
       is most of the gain if microbatches are few. The forwards down are then limited to those that
       the block holds at a time.
-
-    Args:
-        name: Of the schedule.
-        blocks: For each rank its block.
-        num_live: The most microbatches that a rank may hold, of both stages together.
-        num_microbatches: Of a step.
-        head_w_first: As in `zb-h1`.
     """
     num_ranks = len(blocks)
     stage_to_rank = (*range(num_ranks), *reversed(range(num_ranks)))
@@ -57,15 +50,7 @@ def _actions(
     *,
     most_ahead: int,
 ) -> tuple[int, tuple[tuple[Action, ...], ...]]:
-    """Returns how many ticks it takes if all ranks begin what they can, and what each computes.
-
-    Args:
-        blocks: For each rank its block.
-        num_live: The most microbatches that a rank may hold.
-        num_live_down: For each rank the most of them on the way down.
-        num_microbatches: Of a step.
-        most_ahead: How many of the actions that are next, each of its stage and kind, may be tried.
-    """
+    """Returns how many ticks it takes if all ranks begin what they can, and what each computes."""
     last = 2 * len(blocks) - 1
     # Microbatches of a stage and kind are in order, so a number says which of them have begun.
     begun: dict[tuple[int, Kind], int] = {

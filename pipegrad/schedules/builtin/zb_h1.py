@@ -10,16 +10,7 @@ from pipegrad.schedules.schedule import Action, Schedule, ScheduleGenerator
 def split_in_turns(
     name: str, num_warmups: Sequence[int], num_microbatches: int, *, head_w_first: bool = False
 ) -> Schedule:
-    """Returns a schedule with one stage on each rank and a split backward.
-
-    Args:
-        name: Of the schedule.
-        num_warmups: For each rank its forwards before its first I, not ascending. A rank computes
-            each W as many microbatches later as it has fewer of them than rank 0. So each rank
-            holds as many activations as rank 0.
-        num_microbatches: Of a step.
-        head_w_first: As in `zb-h1`.
-    """
+    """Returns a schedule with one stage on each rank and a split backward."""
     # With all W behind all I, more delay changes nothing.
     delays = [min(num_warmups[0] - num_warmup, num_microbatches) for num_warmup in num_warmups]
     actions = tuple(

@@ -183,13 +183,6 @@ def advise(
 ) -> tuple[Advice, ...]:
     """Returns changes that make a step shorter: first real ones, then bounds, each by its gain.
 
-    Args:
-        program: What is run now.
-        costs: What it takes.
-        step_seconds: The time of a step that was measured. A gain is a share of it. By default the
-            simulated time.
-        of: The timeline. It knows the layers of stages, and what the run has set.
-
     Raises:
         ScheduleError: If the costs are not those of the program's stages.
     """
