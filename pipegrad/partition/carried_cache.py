@@ -147,7 +147,7 @@ class CarriedCache:
         inner: The model of transformers, or the model inside of an adapter; None for other models.
 
     Raises:
-        TopologyError: If the gradients of a text in chunks would not be those of the whole text.
+        TopologyError: If the gradients of chunks would differ from the whole text's gradients.
     """
 
     def __init__(self, inner: Any | None) -> None:
@@ -358,7 +358,7 @@ def _check_model(inner: Any) -> None:
     kinds, failure = list[str](), ""
     try:
         kinds = [type(layer).__name__ for layer in _empty(config).layers]
-    except Exception as error:  # noqa: BLE001 - whatever a configuration lacks
+    except Exception as error:  # noqa: BLE001 - any error about a configuration
         failure = f" ({in_words(error)})"
     others = {*kinds} - {*_KEYS, "DummyLayer"}
     reasons = {

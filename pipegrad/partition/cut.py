@@ -69,7 +69,7 @@ class Cutter:
 
         Args:
             model: The uncut model, of transformers, an ``nn.Sequential``, or any other.
-            num_stages: How many stages, each of at least one layer.
+            num_stages: Number of stages, each of at least one layer.
             by: The quantity to balance: ``"parameters"``; ``"time"``, estimated from operations and
                 memory traffic; ``"memory"`` of parameters with their gradients and two moments,
                 and of the activations of as many microbatches as a stage of 1f1b has in flight; or
