@@ -1,1 +1,1 @@
-"""Which layers are on which stage? An uncut model becomes the stages of a pipeline."""
+"""Cuts an uncut model between its layers into the stages of a pipeline."""

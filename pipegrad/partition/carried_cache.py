@@ -1,17 +1,20 @@
 """Carried cache: keys and values of the earlier chunks of a text, with their gradients.
 
-[Note: carried cache] A text is cut into chunks of time, and a stage is given one after the other.
-Attention needs the keys and values of all earlier chunks. Each stage carries those of its own
-layers, as a cache of transformers, and hands them from one chunk to the next. Behind the backward
-of a chunk their gradients flow into the chunk before, so all gradients are those of the whole text.
+[Note: carried cache] A text is cut into sequence chunks, and a stage gets one after the other.
+Attention needs the keys and values of all earlier chunks. Each stage keeps the keys and values of
+its own layers in a cache of transformers, and passes it from one chunk to the next. After the
+backward of a chunk, the gradients of its cache flow into the chunk before. The sum of all chunks'
+gradients is therefore the gradient of the whole text.
 
-Memory is that of the whole text, once. The first chunk makes a buffer of keys and one of values for
-each layer, as long as the text, and each chunk writes its part. What attention is given, and what
-autograd keeps of it, are views of the buffer up to the chunk. A later chunk writes behind these,
-and a forward that runs again writes the same values, so each view has a version of its own.
+Keys and values need memory for the whole text, once. The first chunk allocates a buffer of keys and
+a buffer of values for each layer, as long as the text, and each chunk writes its part. Attention
+and autograd get views that end with the current chunk. A later chunk writes after the end of these
+views, and a forward that runs again writes the same values. These writes do not invalidate what
+autograd saved, because they do not change the version of an earlier view.
 
-What a chunk cannot know alone comes whole: attention masks, and positions. Labels are shifted
-before texts are cut, since the first label of a chunk belongs to the last token of the one before.
+Attention masks and positions come whole, because a chunk cannot compute them alone. Labels are
+shifted before the text is cut, because the first label of a chunk belongs to the last token of the
+chunk before.
 """
 # ruff: noqa: ANN401 - caches of transformers take and return anything
 
@@ -33,8 +36,8 @@ from pipegrad.errors import StepError, TopologyError, in_words, refuse
 from pipegrad.partition.cutting.stage_module import OwnLayer
 from pipegrad.partition.hf.conventions import SHIFTED
 
-LENGTH = "_pipegrad_length"  # of the whole text: what a step in chunks is given beside the batch
-WHOLE = ("attention_mask", "position_ids")  # of texts, which each chunk gets whole
+LENGTH = "_pipegrad_length"  # of the whole text: a step in chunks adds it to the batch
+WHOLE = ("attention_mask", "position_ids")  # each chunk gets them for the whole text
 TEXTS = ("input_ids", "inputs_embeds", "token_type_ids", "labels", *WHOLE)
 _KEYS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # layers of a cache with nothing but keys
 _CANNOT = "the model cannot carry a cache between chunks of time"
@@ -43,7 +46,7 @@ _FEWEST_STEPS = 16  # of a chunk
 
 
 class _Extend(torch.autograd.Function):
-    """Writes new keys into a buffer, and returns a view of them and of those before.
+    """Writes new keys into a buffer, and returns a view of earlier and new keys.
 
     Sync: The caller's stream. The buffer lives as long as a view of it.
     """
@@ -51,7 +54,8 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, before: Tensor | None, new: Tensor, buffer: Tensor, end: int) -> Tensor:
         ctx.number = 0 if before is None else before.shape[-2]
-        # What earlier chunks keep for their backward is not written: .data leaves their versions.
+        # .data leaves the versions of earlier chunks' views, because nothing that these keep for
+        # their backward is written.
         buffer.data[..., end - new.shape[-2] : end, :].copy_(new)
         return buffer.data[..., end - new.shape[-2] - ctx.number : end, :]
 
@@ -63,7 +67,7 @@ class _Extend(torch.autograd.Function):
 
 
 def _extended(before: Tensor | None, new: Tensor, end: int, length: int) -> Tensor:
-    """Returns keys or values with new ones behind them, in the buffer of those before."""
+    """Returns keys or values with the new ones appended, in the buffer of the earlier ones."""
     if type(new) is not Tensor:  # it has no memory of its own, such as a fake one
         return new if before is None else torch.cat([before, new], -2)
     shape = *new.shape[:-2], length, new.shape[-1]
@@ -72,21 +76,21 @@ def _extended(before: Tensor | None, new: Tensor, end: int, length: int) -> Tens
     elif (memory := before.untyped_storage()).nbytes() == new.nbytes // new.shape[-2] * length:
         stride = new.new_empty(shape, device="meta").stride()
         buffer = before.new_empty(0).set_(memory, 0, shape, stride)
-    else:  # somebody has copied it
+    else:  # a copy of the keys, which is not in a buffer
         buffer = new.new_empty(shape)
         buffer[..., end - new.shape[-2] - before.shape[-2] : end - new.shape[-2], :] = before.data
     return _Extend.apply(before, new, buffer, end)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Carried:
-    """A layer of a cache: mixed into one of transformers.
+    """A mixin for a cache layer of transformers.
 
     Attributes:
-        carried: Keys and values that the next chunk sees; None before the first one.
-        past: How many tokens earlier chunks have.
-        end: How many there are with this chunk.
-        length: Of the whole text.
-        is_updated: Whether this chunk has written.
+        carried: Keys and values that the next chunk sees; None before the first chunk.
+        past: Number of tokens in earlier chunks.
+        end: Number of tokens up to the end of this chunk.
+        length: Number of tokens in the whole text.
+        is_updated: True if this chunk has written its keys.
     """
 
     keys: Any
@@ -96,13 +100,13 @@ class _Carried:
     is_updated = False
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of this chunk, behind those before it that attention sees."""
+        """Returns the keys and values that attention sees: of earlier chunks, then of this one."""
         if self.is_updated or keys.shape[-2] != self.end - self.past:
             raise StepError(
                 f"a layer writes {keys.shape[-2]} keys into the cache for a chunk of "
                 f"{self.end - self.past} tokens, or writes twice: give chunks=1"
             )
-        if self.carried is None and self.past:  # the layer is on another stage, which has them
+        if self.carried is None and self.past:  # another stage has the layer, and its keys
             stands = [x.new_zeros(*x.shape[:-2], self.past, x.shape[-1]) for x in (keys, values)]
             return torch.cat([stands[0], keys], -2), torch.cat([stands[1], values], -2)
         before = self.carried or (None, None)
@@ -113,7 +117,7 @@ class _Carried:
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Returns how many tokens there are, also where the layer is on another stage."""
+        """Returns the number of tokens, also if the layer is on another stage."""
         return self.cumulative_length
 
 
@@ -126,10 +130,10 @@ def _empty(config: Any) -> Any:
 
 @cache
 def _carried_kind() -> Any:
-    """Returns the layer of a cache that is carried.
+    """Returns the class of a cache layer that is carried.
 
-    It keeps all keys, also where attention has a window: some models have a window in their cache,
-    and none in their masks.
+    It keeps all keys, also if attention has a window, because some models have a window in their
+    cache and none in their masks.
     """
     from transformers.cache_utils import DynamicLayer
 
@@ -137,13 +141,13 @@ def _carried_kind() -> Any:
 
 
 class CarriedCache:
-    """What the stages of a model carry from one chunk of a text to the next.
+    """The cache that stages pass from one chunk of a text to the next.
 
     Args:
-        inner: The model of transformers, or the one inside of an adapter; None if it is none.
+        inner: The model of transformers, or the model inside of an adapter; None for other models.
 
     Raises:
-        TopologyError: If the gradients of a text in chunks would not be those of the whole text.
+        TopologyError: If the gradients of chunks would differ from the whole text's gradients.
     """
 
     def __init__(self, inner: Any | None) -> None:
@@ -155,10 +159,10 @@ class CarriedCache:
     def in_time(
         self, given: Mapping[str, object], shifted: Callable[[Tensor], Tensor] | None
     ) -> tuple[dict[str, object], dict[str, int | None]]:
-        """Returns what may be cut into chunks of time; see `BatchRules`.
+        """Returns the inputs to cut into sequence chunks; see `BatchRules`.
 
         Raises:
-            StepError: If a chunk cannot have its part of it.
+            StepError: If an input cannot be cut into chunks.
         """
         wrong = [
             n for n, x in given.items() if isinstance(x, Tensor) and n not in (*TEXTS, "target")
@@ -184,7 +188,7 @@ class CarriedCache:
         return values, dict.fromkeys(WHOLE)
 
     def _check_mask(self, mask: object) -> None:
-        """Refuses a mask with which a token sees later ones, which its chunk does not have."""
+        """Refuses a mask that lets a token see later tokens, because its chunk lacks them."""
         if mask is None:
             return
         if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
@@ -204,14 +208,14 @@ class CarriedCache:
                 )
 
     def lengths(self, length: int, number: int, *, flops: float) -> list[int]:
-        """Returns lengths of chunks that cost as much as each other; see `Cut.chunks`."""
+        """Returns lengths of chunks with equal costs; see `Cut.chunks`."""
         config = self._config
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         windows = [getattr(x, "sliding_window", length) for x in _empty(config).layers]
 
         def cost(end: int) -> Any:
-            """Returns operations of the first tokens, each of which sees those before it."""
+            """Returns the operations of the first `end` tokens; each sees all tokens before it."""
             seen = sum(w * end - w * (w - 1) / 2 for w in (min(window, end) for window in windows))
             return flops * end + 4 * width * seen  # two products of a key and a query, twice each
 
@@ -228,12 +232,12 @@ class CarriedCache:
     def chunk(
         self, module: nn.Module, batch: Any, state: Any
     ) -> Iterator[tuple[Mapping[str, object], Mapping[str, object], Callable[[], object]]]:
-        """Yields what a stage is given of a chunk.
+        """Yields the inputs of a stage for one chunk.
 
         Yields:
-            What the model is given of this chunk; the cache, by the name of its argument, and
-            nothing if the text is not cut; and what returns, behind the forward, what the next
-            chunk is given.
+            The model's inputs for this chunk; the arguments that pass the cache, empty if the text
+            is not cut; a function to call after the forward, which returns the state for the next
+            chunk.
         """
         if LENGTH not in batch:
             yield batch, {}, lambda: None
@@ -268,7 +272,7 @@ class CarriedCache:
             yield batch, {"past_key_values": cached, "use_cache": True}, handed_on
 
     def _cache(self, layers: Mapping[int, Any], past: int, end: int, length: int) -> Any:
-        """Returns the cache of a chunk, with what earlier ones have handed on."""
+        """Returns the cache of a chunk, with the keys and values of earlier chunks."""
         result = _empty(self._config)
         for index, layer in enumerate(result.layers):
             if type(layer).__name__ in _KEYS:
@@ -279,7 +283,7 @@ class CarriedCache:
 
 
 def _layers_of(module: nn.Module) -> set[int]:
-    """Returns the numbers of the layers of a stage that have a place in a cache."""
+    """Returns the cache indices of a stage's layers."""
     own = (part for part in module.modules() if isinstance(part, OwnLayer))
     parts: Iterator[Any] = (x for part in own for x in part.modules())
     return {x.layer_idx for x in parts if getattr(x, "layer_idx", None) is not None}
@@ -290,7 +294,8 @@ def documents(positions: Tensor | None, rows: int, implementation: str) -> Itera
     """Hides documents of a packed row from each other, as transformers does without a cache.
 
     Raises:
-        StepError: If flash attention is asked, which would see other documents.
+        StepError: If the row is packed and attention is a flash kernel, which would see all
+            documents.
     """
     from transformers import masking_utils as masks
 
@@ -327,7 +332,7 @@ def documents(positions: Tensor | None, rows: int, implementation: str) -> Itera
 
 @contextmanager
 def shifted_loss(module: nn.Module, arguments: Mapping[str, object]) -> Iterator[None]:
-    """Lets a model's own loss take labels that are shifted already."""
+    """Lets the model's own loss accept labels that are shifted already."""
 
     def of(loss: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **named: loss(*args, **named | {SHIFTED: arguments["labels"]})
@@ -341,7 +346,7 @@ def shifted_loss(module: nn.Module, arguments: Mapping[str, object]) -> Iterator
 
 
 def _check_model(inner: Any) -> None:
-    """Refuses a model of which the gradients of chunks would not be those of the whole text."""
+    """Refuses a model if the gradients of chunks would differ from the whole text's gradients."""
     kind, config = type(inner).__name__, inner.config.get_text_config(decoder=True)
     takes = inspect.signature(inspect.unwrap(type(inner).forward)).parameters
     ahead = [
@@ -353,7 +358,7 @@ def _check_model(inner: Any) -> None:
     kinds, failure = list[str](), ""
     try:
         kinds = [type(layer).__name__ for layer in _empty(config).layers]
-    except Exception as error:  # noqa: BLE001 - whatever a configuration lacks
+    except Exception as error:  # noqa: BLE001 - any error about a configuration
         failure = f" ({in_words(error)})"
     others = {*kinds} - {*_KEYS, "DummyLayer"}
     reasons = {

@@ -69,29 +69,29 @@ class Cutter:
 
         Args:
             model: The uncut model, of transformers, an ``nn.Sequential``, or any other.
-            num_stages: How many stages, each of at least one layer.
-            by: What is to be even: ``"parameters"``; ``"time"``, estimated by operations and by
-                memory traffic; ``"memory"``, of parameters with their gradients and two moments,
+            num_stages: Number of stages, each of at least one layer.
+            by: The quantity to balance: ``"parameters"``; ``"time"``, estimated from operations and
+                memory traffic; ``"memory"`` of parameters with their gradients and two moments,
                 and of the activations of as many microbatches as a stage of 1f1b has in flight; or
-                a number for each layer, such as the seconds that `profile_stages` measures.
-            boundaries: Index or name of the first layer of stages 1, 2, ..., in place of `by`.
+                a number for each layer, for example the seconds that `profile_stages` measures.
+            boundaries: Index or name of the first layer of stages 1, 2, ...; replaces `by`.
                 `Cut.layers` has the names.
             how: ``"structural"`` runs the model's own code on each stage. ``"sequential"`` cuts an
-                ``nn.Sequential`` into its layers, of which another Sequential inside is one. By
-                default sequential for those, and structural for all others.
-            example: Keyword arguments of the model's forward, for a small batch. Models of
+                ``nn.Sequential`` into its layers; another Sequential inside is one layer. The
+                default is sequential for an ``nn.Sequential``, and structural for other models.
+            example: Keyword arguments of the model's forward, for a small batch. Most models of
                 transformers need none.
-            loss: ``"own"`` runs the model's own loss as it is. ``"chunked"`` lets it never make all
-                logits, by `chunked_cross_entropy`: for models of transformers whose head is an
-                ``nn.Linear`` behind everything else. Where the model does more with its logits than
-                to scale, cap, cast and reshape them, they are made all the same; if it writes into
-                them, a step is refused.
-            carry: ``"cache"`` lets `Scheduler.step` cut texts into ``chunks`` of time: each stage
-                carries the keys and values of its layers from one to the next. For causal models
-                of transformers.
+            loss: ``"own"`` runs the model's own loss unchanged. ``"chunked"`` computes it by
+                `chunked_cross_entropy`, which never holds all logits. It needs a model of
+                transformers whose head is an ``nn.Linear`` on the last stage. A model that does
+                more with its logits than scale, cap, cast and reshape them still computes all of
+                them. A model that writes into them makes the step raise `StepError`.
+            carry: ``"cache"`` lets `Scheduler.step` cut texts into sequence ``chunks``: each stage
+                passes the keys and values of its layers from one chunk to the next. It needs a
+                causal model of transformers.
 
         Raises:
-            TopologyError: If the model cannot be cut so.
+            TopologyError: If the model cannot be cut in this way.
             WeightsError: If adapters of peft could not be saved from the stages.
         """
         way = how or ("sequential" if is_sequential(model) else "structural")
@@ -142,21 +142,22 @@ class Cutter:
         trust_remote_code: bool = False,
         **options: Any,  # noqa: ANN401 - of a cut
     ) -> Cut:
-        """Returns a model of transformers cut into stages, each rank reading its own alone.
+        """Returns a model of transformers cut into stages; each rank reads only its own stages.
 
         No rank needs memory for the whole model: see `Cut.load`. Nothing is downloaded.
 
         Args:
-            directory: What ``save_pretrained`` wrote, or `Cut.save_pretrained`.
-            num_stages: How many stages.
-            kind: A class of transformers, such as ``AutoModelForSequenceClassification``; by
-                default the one that the configuration names.
-            dtype: Of the parameters; by default as saved.
-            device: Of the stages.
-            seed: Starts what the directory lacks, such as a new head. Without it that is an error.
-            trust_remote_code: Lets transformers run the code of the directory on all ranks, as its
-                own ``from_pretrained`` does. Without it no such code is run.
-            **options: ``by``, ``boundaries``, ``how``, ``example`` and ``loss``, as of
+            directory: A directory that ``save_pretrained`` or `Cut.save_pretrained` wrote.
+            num_stages: Number of stages.
+            kind: A class of transformers, for example ``AutoModelForSequenceClassification``. The
+                default is the class that the configuration names.
+            dtype: Dtype of the parameters. The default is the dtype of the saved model.
+            device: Device of the stages.
+            seed: Seed of values that the directory lacks, for example of a new head. Without a
+                seed, missing values are an error.
+            trust_remote_code: True lets transformers run the directory's code on all ranks, as its
+                own ``from_pretrained`` does. Otherwise no such code runs.
+            **options: ``by``, ``boundaries``, ``how``, ``example``, ``loss`` and ``carry`` of
                 ``pipegrad.cut``.
 
         Raises:
@@ -180,17 +181,17 @@ class Cutter:
     ) -> Cut:
         """Returns a model of transformers cut into stages, with initial values.
 
-        Each rank makes values for its own stages alone. They depend on the seed and the names of
-        parameters, but not on the cut, and are not those of ``torch.manual_seed``.
+        Each rank initializes only its own stages. Values depend on the seed and the names of
+        parameters, but not on the cut. They differ from the values after ``torch.manual_seed``.
 
         Args:
             config: A configuration of transformers, or the path of a ``config.json``.
-            num_stages: How many stages.
-            seed: The same on all ranks.
-            kind: As `from_pretrained`; needed if the configuration names no class.
-            dtype: As `from_pretrained`; by default the one that the configuration names.
-            device: Of the stages.
-            **options: As `from_pretrained`.
+            num_stages: Number of stages.
+            seed: Seed of the values, equal on all ranks.
+            kind: Class of the model, needed if the configuration names none; see `from_pretrained`.
+            dtype: Dtype of the parameters. The default is the dtype that the configuration names.
+            device: Device of the stages.
+            **options: Options of ``pipegrad.cut``, see `from_pretrained`.
 
         Raises:
             PipegradError: If the configuration or the cut is wrong.
@@ -206,7 +207,7 @@ cut = Cutter()
 _REDUCES = "The Scheduler reduces the gradients of replicas"
 _SHARDS = "fully_shard() may shard its stages: see docs/coming_from/fsdp2.md"
 _COMPILE = "torch.compile"
-_WRAPPERS = {  # and what takes their place
+_WRAPPERS = {  # wrapper -> its replacement
     DDP: _REDUCES,
     "DataParallel": _REDUCES,
     FSDP1: _SHARDS,
@@ -215,11 +216,11 @@ _WRAPPERS = {  # and what takes their place
 }
 
 
-_CALLS = {FSDP2: "fully_shard()"}  # who called it has seen no name of a class
+_CALLS = {FSDP2: "fully_shard()"}  # its caller has seen no name of a class
 
 
 def _check_model(model: object) -> None:
-    """Refuses what is no uncut model."""
+    """Refuses anything but an uncut model."""
     if not isinstance(model, nn.Module):
         raise TopologyError(f"the model is a {type(model).__name__}, expected an nn.Module")
     wrapper = "DataParallel" if isinstance(model, nn.DataParallel) else wrapper_of(model)
@@ -263,10 +264,10 @@ def _check_types(num_stages: object, by: object, boundaries: object, example: ob
 
 
 def _head_of(model: nn.Module, last: nn.Module, way: str) -> str:
-    """Returns the name of the head whose logits may wait.
+    """Returns the name of the head whose logits may be deferred.
 
     Raises:
-        TopologyError: If there is none on the last stage.
+        TopologyError: If the last stage has no such head.
     """
     inner = inner_model(model)
     head = None if inner is None or way == "sequential" else inner.get_output_embeddings()
@@ -293,16 +294,18 @@ def _structural(
     boundaries: Sequence[int | str] | None,
     example: Mapping[str, object] | None,
 ) -> tuple[list[Layer], list[int], list[Part], tuple[str, ...]]:
-    """Returns where stages may begin, where they do, and the stages of a model that was run.
+    """Runs a model and cuts it between its layers.
 
-    Last are the names of tensors that the model returns beside its logits, and no stage does.
+    Returns:
+        The layers at which stages may begin; the index of each stage's first layer; the stages;
+        the names of tensors other than logits that the model returns and no stage does.
     """
     has_inputs = any(isinstance(x, Tensor) for x in (example or {}).values())
     sample = conventions.arguments({**({} if has_inputs else sample_of(model)), **(example or {})})
     modules = layers_of(model, num_stages)
     flow = flow_of(model, modules, conventions.samples(sample))
-    # A dropout between layers belongs to the layer before it: no stage begins with it. What is
-    # called before the first layer that has a state is on the first stage.
+    # No stage begins with a dropout between layers: it belongs to the layer before it. Calls before
+    # the first layer with a state are on the first stage.
     begins = [i for i, call in enumerate(flow.calls) if has_state(modules[call.layer])]
     begins[:1] = [0] * bool(begins)
     edges = pairwise([*begins, len(flow.calls)])
@@ -311,7 +314,7 @@ def _structural(
 
     returned = {n: x for n, x in flow.returned.items() if n not in flow.nested}
     others: tuple[str, ...] = ()
-    # The model's own loss may add what has a name such as aux_loss, and need more than that.
+    # The model's own loss may add a term with a name such as aux_loss, and need router logits.
     losses = {n: x for n, x in flow.returned.items() if n.endswith((LOSS, ROUTED))}
     if "logits" in returned:
         others = tuple(n for n in returned if n != "logits" and not n.endswith(LOSS))
@@ -324,7 +327,7 @@ def _structural(
 
 
 def _layer(calls: Sequence[Call], modules: Mapping[str, nn.Module]) -> Layer:
-    """Returns a place where a stage may begin, with the calls up to the next one."""
+    """Returns a layer at which a stage may begin, with all calls up to the next such layer."""
     first = next(call for call in calls if has_state(modules[call.layer]))
     return Layer(
         first.name,

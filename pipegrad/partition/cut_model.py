@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """Where stages on the meta device get their values from.
+    """The source of values for stages on the meta device.
 
     Attributes:
-        device: Where the values go.
-        seed: Of initial values; None if there are none.
-        directory: Of values that were saved; None if all are initial ones.
+        device: Device of the stages.
+        seed: Seed of initial values; None if every value must be in the directory.
+        directory: Directory of saved values; None if all values are initial values.
     """
 
     device: str | torch.device
@@ -53,27 +53,28 @@ class Source:
 class Cut:
     """A model in stages. Stages share the uncut model's tensors, and have its names.
 
-    They are copies of its modules: call ``train()`` and ``eval()`` of `modules`, and register hooks
-    and choose adapters there, not in the uncut model. Once a Scheduler has this rank's stages, the
-    uncut model runs no more, and has no ``state_dict``: its other layers are trained elsewhere.
+    The stages' modules are copies of the uncut model's modules. Call ``train()`` and ``eval()``,
+    register hooks and choose adapters on `modules`, not on the uncut model. After a Scheduler has
+    loaded only some stages on this rank, the uncut model raises `StepError` in its forward and its
+    ``state_dict``, because its other layers are trained on other ranks.
 
-    `Scheduler` takes it instead of stages. In other runtimes, such as those of
-    ``torch.distributed.pipelining``, `modules` are the stages: each takes what earlier stages send
-    by position, and the arguments of the uncut model by name.
+    Pass it to `Scheduler` instead of stages. In another runtime, for example
+    ``torch.distributed.pipelining``, use `modules` as stages: each accepts the outputs of earlier
+    stages by position, and the arguments of the uncut model by name.
 
     Attributes:
         modules: Stage -> its module.
-        tied: Parameters that several stages hold, or that the uncut model holds several times, by
-            name: what `GradientSync` and `attach` take as ``tied``.
+        tied: Names of parameters that several stages hold, or that the uncut model holds several
+            times: the argument ``tied`` of `GradientSync` and `attach`.
         boundaries: Index of the first layer of every stage but the first.
-        layers: Where stages may begin.
-        how: In which way the model was cut.
+        layers: Layers at which stages may begin.
+        how: The way of the cut: structural or sequential.
         loss_fn: The model's own loss; None if it has none.
-        labels: Names of what `loss_fn` needs of a batch.
-        returns: Names of what the model returns, in the order of `StepResult.outputs`.
-        not_returned: Names of other tensors that the uncut model returns, such as the states of an
-            encoder; no stage sends them.
-        source: Where `load` gets values from; None if stages have values.
+        labels: Names of the labels in a batch that `loss_fn` needs.
+        returns: Names of the model's outputs, in the order of `StepResult.outputs`.
+        not_returned: Names of other tensors that the uncut model returns, for example the states of
+            an encoder; no stage sends them.
+        source: Source of the values that `load` reads; None if stages have values.
         uncut: The model of transformers without its values; None for other models.
     """
 
@@ -100,12 +101,12 @@ class Cut:
         self.how = how
         self._by = by
         self._parts = tuple(parts)
-        self._head = head  # whose logits wait until something needs them all
+        self._head = head  # its logits are deferred; see `deferred_logits`
         self.returns, self.not_returned = self._parts[-1].outputs, not_returned
         self._conventions = conventions
         self._carry = carry
         self.source: Source | None = None
-        # What saving and loading need to know of the uncut model, without its values.
+        # The uncut model without its values, because saving and loading need its code and names.
         self.uncut: Any = None
         if has_adapter(model):
             self.uncut = without_values(model)  # the tokens of a prompt are in no state, and stay
@@ -118,20 +119,20 @@ class Cut:
         self._scheduler: Callable[[], Scheduler | None] = lambda: None  # weak: it has the stages
         self._first = first_names(model, self.tied)
         self.labels = () if how == "sequential" else self._conventions.labels
-        # It holds no module: on a rank it lives as long as the Scheduler.
+        # Holds no module, because it lives as long as the Scheduler.
         own = partial(own_loss, self._conventions, metrics_of(parts[-1]))
         self.loss_fn: Callable[..., object] | None = own if self.labels else None
         self._begins = {i: begin_of(module) for i, module in self.modules.items()}
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self._parts)
 
     def report(self) -> str:
-        """Returns why the model is cut where it is: a table with a line for each stage.
+        """Returns a table that explains the cut, with a line for each stage.
 
-        Its last line ends, too: whatever is written behind it begins a line of its own.
+        The last line ends with a newline, too.
         """
         times = [sum(layer.time for layer in layers) for layers in self._by_stage]
         saved = [sum(layer.saved_bytes for layer in layers) for layers in self._by_stage]
@@ -156,17 +157,17 @@ class Cut:
         return "".join(f"{line.rstrip()}\n" for line in (title, *lines))
 
     def load(self, stages: Iterable[int], scheduler: Scheduler | None = None) -> None:
-        """Gives stages of a cut that `from_pretrained` or `from_config` made their values.
+        """Gives values to stages of a cut that `from_pretrained` or `from_config` made.
 
-        A `Scheduler` calls it for the stages of its rank. All ranks call it, each for its own.
-        Stages that have values keep them.
+        A `Scheduler` calls it for the stages of its rank. All ranks call it, each for its own
+        stages. Stages that have values keep them.
 
         Args:
-            stages: Those of this rank.
-            scheduler: What will change the values.
+            stages: Stages of this rank.
+            scheduler: The Scheduler that trains the stages.
 
         Raises:
-            TopologyError: If peft has added adapters behind the cut; on all ranks.
+            TopologyError: If peft has added adapters after the cut; on all ranks.
             WeightsError: If values are missing or cannot be read; on all ranks.
         """
         model = self._model()
@@ -189,11 +190,11 @@ class Cut:
             )
 
     def begins(self, stages: Sequence[int]) -> dict[int, str]:
-        """Returns digests of the first values of all stages, as far as this rank knows them.
+        """Returns digests of the initial values of all stages whose values this rank has.
 
         Args:
-            stages: Those of this rank. If one has other values since the cut, such as loaded ones,
-                the result is empty: its first values are not used.
+            stages: Stages of this rank. If the values of one have changed since the cut, for
+                example by loading, the result is empty, because its initial values are not used.
         """
         now = {i: begin_of(module) for i, module in self.modules.items()}
         is_new = all(now[stage] == self._begins[stage] for stage in stages)
@@ -204,17 +205,17 @@ class Cut:
     ) -> None:
         """Writes a directory that transformers and `from_pretrained` read. All ranks call it.
 
-        The first rank writes what the others send it, a tied weight once. The directory has the
-        configuration, and the one of generation. Of a model with adapters of peft it has these
-        alone, with the names and in the folders of peft's own ``save_pretrained``, as
-        ``PeftModel.from_pretrained`` reads them.
+        The other ranks send their tensors to the first rank, which writes each tied weight once.
+        The directory also gets the configuration and the generation configuration. With adapters of
+        peft it gets only the adapters, with the names and folders of peft's ``save_pretrained``, so
+        that ``PeftModel.from_pretrained`` reads them.
 
         Args:
-            directory: Of the first rank. An older model in it is replaced.
-            max_shard_bytes: Size of a file. A layer is not split, so a file may be larger.
+            directory: A path on the first rank. An older model there is replaced.
+            max_shard_bytes: Size of a file. A file may be larger, because no layer is split.
 
         Raises:
-            TopologyError: If it is no model of transformers.
+            TopologyError: If the model is not of transformers.
             WeightsError: If something cannot be written; on all ranks.
         """
         if self.uncut is None:
@@ -233,36 +234,37 @@ class Cut:
     def gather(self, model: nn.Module | None = None) -> None:
         """Puts the values of all stages into another uncut model. All ranks call it.
 
-        Ranks that pass None take nothing, and need memory for one tensor at a time. Parameters and
-        buffers are written in place, and keep their dtype, device and requires_grad. Those of a
-        model on the meta device get memory, on the CPU.
+        Ranks that pass None receive nothing, and need memory for one tensor at a time. Parameters
+        and buffers are written in place, and keep their dtype, device and requires_grad. Parameters
+        and buffers on the meta device get memory on the CPU.
 
         Args:
-            model: With the names and shapes of the model that was cut, but not that one: its
-                layers are those of the stages.
+            model: A model with the names and shapes of the cut model, but not the cut model,
+                because the stages share its tensors.
 
         Raises:
-            TopologyError: If it is the model that was cut; on all ranks.
-            WeightsError: If it has other tensors or shapes; on all ranks.
+            TopologyError: If `model` is the model that was cut; on all ranks.
+            WeightsError: If `model` has other tensors or shapes; on all ranks.
         """
         held = tensors_of([self.modules[stage] for stage in self._settled()], self._first)
         gather_stages(held, self._first, model, self._model())
 
     def generate(self, *inputs: object, **named: object) -> Any:  # noqa: ANN401 - as transformers
-        """Returns what ``generate`` of the uncut model of transformers returns, on every rank.
+        """Returns the result of the uncut model's ``generate`` of transformers, on every rank.
 
-        Nothing is merged: layers run where they are, and send what they return to the other ranks
-        of the pipeline. Caches stay with the layers. All ranks call it; those of a pipeline with
-        the same arguments, and each replica with its own. Layers are in evaluation mode meanwhile.
-        Sampling draws the random numbers of the pipeline's first rank.
+        Call ``cut.generate(input_ids=ids, max_new_tokens=20)`` on all ranks. Ranks of one pipeline
+        pass the same arguments; each replica may pass others. Each layer runs on its own rank. That
+        rank sends the layer's outputs to the other ranks of the pipeline, and keeps the layer's
+        cache. Layers are in evaluation mode during the call. Sampling uses the random numbers of
+        the pipeline's first rank.
 
         Args:
-            *inputs: As of ``generate``.
-            **named: As of ``generate``, such as ``input_ids``, ``max_new_tokens``, ``do_sample``.
+            *inputs: Positional arguments of ``generate``.
+            **named: Keyword arguments of ``generate``.
 
         Raises:
-            TopologyError: If it is no model of transformers that generates.
-            StepError: If stages cannot do it, or if a layer fails on another rank.
+            TopologyError: If the model is not of transformers, or does not generate.
+            StepError: If the stages cannot generate, or if a layer fails on another rank.
             AgreementError: If ranks have different arguments.
         """
         if self.uncut is None or not hasattr(self.uncut, "generate"):
@@ -272,14 +274,15 @@ class Cut:
         return generate(self.uncut, self._parts, held, topology, inputs=inputs, named=named)
 
     def chunks(self, length: int, number: int) -> list[int]:
-        """Returns lengths of chunks of time that cost as much: the last ones are the shortest.
+        """Returns lengths of sequence chunks with equal costs.
 
-        A token of a later chunk attends to more others. Give them as ``chunks`` of
-        `Scheduler.step`. Lengths but the last one are multiples of a power of two, up to 128.
+        Later chunks are shorter, because their tokens attend to more others. Pass the lengths to
+        `Scheduler.step` as ``chunks``. All lengths but the last are multiples of a power of two, up
+        to 128.
 
         Args:
-            length: Tokens of the text.
-            number: How many chunks.
+            length: Number of tokens of the text.
+            number: Number of chunks.
 
         Raises:
             TopologyError: If the cut carries no cache, or if there are fewer tokens than chunks.
@@ -289,12 +292,12 @@ class Cut:
         if not 1 <= number <= length:
             raise TopologyError(f"a text of {length} tokens has no {number} chunks")
         sample = vars(self._parts[0].module)["_pipegrad_run"].flow.sample
-        texts = next(iter(sample.values()))  # of which operations were counted
+        texts = next(iter(sample.values()))  # the input for which operations were counted
         flops = sum(layer.flops for layer in self.layers) / math.prod(texts[:2])
         return self._carry.lengths(length, number, flops=flops)
 
     def _settled(self) -> Sequence[int]:
-        """Returns the stages of this rank, when their values have come from other ranks."""
+        """Waits until values from other ranks have arrived; returns the stages of this rank."""
         if (scheduler := self._scheduler()) is not None:
             scheduler.sync.wait_parameters()
         return range(self.num_stages) if self._held is None else self._held
@@ -308,7 +311,7 @@ class Cut:
         return [layer.name for layer in self._by_stage[stage]]
 
     def _times_of(self, stage: int) -> dict[str, float]:
-        """Returns the layers of a stage with their times, or with 1 if times are unknown."""
+        """Returns the layers of a stage with their times, or with 1 if a time is unknown."""
         times: Sequence[float] = [layer.time for layer in self.layers]
         if not isinstance(self._by, str):
             times = self._by
@@ -323,16 +326,16 @@ class Cut:
         """Returns some stages for a `Scheduler`.
 
         Args:
-            indices: Which ones.
-            own_loss: Whether the last stage also returns the model's own loss.
-            recompute: As `Stage`.
+            indices: Indices of the stages.
+            own_loss: True lets the last stage also return the model's own loss.
+            recompute: The argument of `Stage`.
         """
         if self.how == "sequential":
             return [Stage(self.modules[i], i, recompute=recompute) for i in indices]
         last = self.num_stages - 1
         return [
             CutStage(
-                # The user may have exchanged the module, as torch.compile does.
+                # `modules` may have another module now, for example one of torch.compile.
                 replace(self._parts[i], module=self.modules[i]),
                 i,
                 self._conventions,
@@ -349,7 +352,7 @@ class Cut:
 
 
 def _ties_of(model: nn.Module, parts: Sequence[Part]) -> list[list[str]]:
-    """Returns what the model ties, and parameters that several stages hold under one name."""
+    """Returns the model's ties, and parameters that several stages hold under one name."""
     tied = find_tied(model)
     known = {name for names in tied for name in names}
     seen, alone = set[str](), list[list[str]]()

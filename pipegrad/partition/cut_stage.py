@@ -1,6 +1,6 @@
-"""Cut stages: what a Scheduler runs of a cut, and the loss of the uncut model.
+"""Cut stages: the stages of a cut that a Scheduler runs, and the loss of the uncut model.
 
-A stage of a cut is given everything that no stage names, as the uncut model would be.
+Each stage gets the whole batch by name, because it runs the code of the uncut model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipegrad.partition.hf.conventions import ASK, LOSS, SHIFTED, Conventions
 from pipegrad.pipeline.activation_checkpoint import Recompute
 from pipegrad.pipeline.stage import BatchRules, Stage, fields_of, inner_module
 
-BATCH = "**batch"  # what a step is given by name, and no stage names
+BATCH = "**batch"  # the inputs of a step by name that are no inputs of a stage
 _MOST_OFF = 2e-4  # the error of a loss in parts, relative to the loss
 
 
@@ -58,14 +58,14 @@ class CutStage(Stage):
 
     @property
     def rules(self) -> BatchRules:
-        """What the model knows of what a step is given."""
+        """The rules of the model for the batch of a step."""
         known = self._conventions
         return BatchRules(known.accepts, known.rows_of, known.samples_along, self._in_time)
 
     def _in_time(
         self, given: Mapping[str, object]
     ) -> tuple[Mapping[str, object], Mapping[str, int | None]]:
-        """Returns what may be cut into chunks of time; see `BatchRules`."""
+        """Returns the inputs to cut into sequence chunks; see `BatchRules`."""
         if self._carry is None:
             return given, {}
         conventions = self._conventions
@@ -84,10 +84,10 @@ class CutStage(Stage):
         return self._proven(values)
 
     def _proven(self, values: Sequence[object]) -> tuple[Any, ...]:
-        """Returns the outputs, and refuses a loss that is not [Note: one mean].
+        """Returns the outputs, and checks the loss against [Note: one mean].
 
         Raises:
-            StepError: If it is none.
+            StepError: If the loss is no mean over the labels.
         """
         at = self.inputs.index(BATCH)
         batch: Any = values[at]
@@ -96,9 +96,9 @@ class CutStage(Stage):
         if not parts:
             self._is_proven = batch.get(self._labels[0]) is not None
             return self._forward(values)
-        # Before the step's own forward, and as a forward that runs again: so random numbers and
-        # buffers are as after that alone, and no two graphs live at once. With a graph, as the step
-        # runs it: compiled code is not compiled again.
+        # Run before the step's own forward, with its random numbers and buffers, because the check
+        # must change neither and two graphs must not live at once. Run with a graph, because
+        # without one compiled code would be compiled again.
         replay, loss = Recompute(self.module, batch["labels"].device), self.outputs.index(LOSS)
         returned, first = replay.first(values, partial(self._forward, parts[0]))
         whole = returned[loss].item()
@@ -135,7 +135,7 @@ class CutStage(Stage):
     def _run(
         self, edges: Sequence[object], batch: object, cached: Mapping[str, object] | None = None
     ) -> object:
-        """Returns what the module returns, by name if it is the last stage."""
+        """Returns the module's outputs, by name on the last stage."""
         assert isinstance(batch, Mapping)
         arguments = self._conventions.arguments(batch) | dict(cached or {})
         labels = {n: arguments[n] for n in self._labels if arguments.get(n) is not None}
@@ -194,7 +194,7 @@ def metrics_of(part: Part) -> tuple[str, ...]:
 
 
 def _sum_of(named: Mapping[str, object], weight: Tensor | None) -> Tensor:
-    """Returns the sum of losses of which a model returned the mean; nan if there are no labels."""
+    """Returns the sum of the losses whose mean a model returned; nan if there are no labels."""
     loss = named.get(LOSS)
     if weight is None:
         first = next(value for value in named.values() if isinstance(value, Tensor))

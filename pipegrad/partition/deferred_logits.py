@@ -1,10 +1,10 @@
-"""Deferred logits: what stands for a head's logits until the model's own code needs their values.
+"""Deferred logits: a placeholder of a head's logits until the model's code needs their values.
 
-A model of transformers may scale and cap its logits, casts and reshapes them, and gives them to
-``cross_entropy``. On the last stage of a cut with ``loss="chunked"`` its head returns a tensor that
-remembers these steps, and `chunked_cross_entropy` takes their place. Any other use runs the same
-steps on all logits. So losses and outputs are right in any model, and memory is saved where the
-loss is of these steps alone.
+A model of transformers may scale and cap its logits, casts and reshapes them, and passes them to
+``cross_entropy``. On the last stage of a cut with ``loss="chunked"``, the head returns a tensor
+that records these operations, and `chunked_cross_entropy` replaces them. For any other use, the
+recorded operations run on all logits, because the result must be right in any model. Memory is
+saved if the loss consists of these operations only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipegrad.losses import REDUCTIONS, chunked_cross_entropy
 
 @contextmanager
 def deferred(head: nn.Module) -> Iterator[None]:
-    """Lets a head, an ``nn.Linear``, return deferred logits inside."""
+    """Lets a head, an ``nn.Linear``, return deferred logits inside of the context."""
 
     def forward(hidden: Tensor) -> Tensor:
         def make() -> Tensor:  # later: FSDP2 exchanges the weight
@@ -40,20 +40,20 @@ def deferred(head: nn.Module) -> Iterator[None]:
         yield
 
 
-# What writes into its first argument.
+# Names of functions that write into their first argument.
 _WRITES = re.compile(
     r"__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__|.*[^_]_"
 )
 
 
 class _Steps(NamedTuple):
-    """What logits are, but for casts: ``cap * tanh(scale * head(hidden) / cap)``.
+    """A formula of logits without casts: ``cap * tanh(scale * head(hidden) / cap)``.
 
     Attributes:
         hidden: ``(..., width)``.
-        head: What has the weight.
-        scale: What logits are multiplied with.
-        cap: Of a soft cap; None if there is none.
+        head: The module with the weight.
+        scale: Factor of the logits.
+        cap: Limit of a soft cap; None if there is none.
     """
 
     hidden: Tensor
@@ -63,7 +63,7 @@ class _Steps(NamedTuple):
 
 
 class Logits(Tensor):
-    """Deferred logits. It holds no values: a function of torch that is given it sees the steps."""
+    """Deferred logits. They hold no values; functions of torch get the `steps` instead."""
 
     steps: _Steps
     make: Callable[[], Tensor]
@@ -76,12 +76,12 @@ class Logits(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the function returns
-        """Returns what a function returns, deferred if it can be."""
+        """Returns the result of a function, deferred if possible."""
         options = dict(kwargs or {})
         name, written = getattr(func, "__name__", ""), options.get("out", args[0] if args else None)
         writes = _WRITES.fullmatch(name) or "out" in options or options.get("inplace")
         if type(written) is Logits and writes:
-            # Nobody would see what it writes: the next function makes the logits anew.
+            # The write would be lost, because the next function computes the logits anew.
             raise StepError(
                 f"the model changes its logits in place, by {name}, and its loss is 'chunked', "
                 f"which has none: cut it without loss='chunked'"
@@ -103,7 +103,7 @@ def _logits(steps: _Steps, make: Callable[[], Tensor]) -> Logits:
     return result
 
 
-# What follows returns other steps, a result, or None if all logits are needed.
+# These functions return other steps, a result, or None if all logits are needed.
 
 
 def _same(steps: _Steps) -> _Steps:
@@ -181,7 +181,7 @@ def _cross_entropy(
 
 
 _NAMED = (functional.cross_entropy, Tensor.to)  # others by keyword need all logits
-# Function of torch -> what it does with steps.
+# Function of torch -> its counterpart on steps.
 _STEPS: dict[object, Callable[..., object]] = {
     functional.cross_entropy: _cross_entropy,
     Tensor.float: _same,

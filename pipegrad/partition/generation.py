@@ -1,13 +1,14 @@
 """Generation: transformers' own ``generate`` on every rank of a pipeline, over layers of all ranks.
 
 [Note: generation] Every rank has a copy of the uncut model without memory, in which the layers of
-its stages are the real ones. On each rank transformers runs the same loop over this copy. A layer
-runs where it is, and its rank sends what it returns to the others: so all code between layers,
-encoders, beams, processors and criteria see the same values everywhere, and choose the same tokens.
+its stages are the real ones. On each rank transformers runs the same loop over this copy. Each
+layer runs on its own rank, which sends the layer's outputs to the other ranks. All ranks choose the
+same tokens, because all code between layers, encoders, beams, processors and criteria gets the same
+values everywhere.
 
-A cache has the states of a layer where the layer is. On other ranks its entry has the same shapes,
-on the meta device, also if it is copied to another, so lengths and masks are right. What an entry
-says of itself travels with the result of the layer.
+The states of a layer are only in the cache of the layer's rank. On other ranks, the cache entry is
+on the meta device and has the same shapes, also after a copy to another device, because lengths
+and masks depend on them. The attributes of an entry travel with the result of the layer.
 """
 # ruff: noqa: ANN401 - layers take and return anything
 
@@ -42,21 +43,20 @@ from pipegrad.plugins.written import written
 from pipegrad.topology import Topology
 
 _MOST_BYTES = 2**15  # of the message of a layer
-_MOST_SECONDS = 600.0  # for what one layer returns
+_MOST_SECONDS = 600.0  # for a message of a layer
 _ATOMS = (type(None), bool, int, float, str, torch.dtype)
-_TOLD = (*_ATOMS, torch.device, Tensor, dict)  # of an entry of a cache; the rest stays
+_TOLD = (*_ATOMS, torch.device, Tensor, dict)  # types of a cache entry's attributes to send
 _CACHE = "transformers.cache_utils", "Cache"
 _GATHER = "gather the model by cut.gather(), and generate there"
 
 
 class Link:
-    """Sends what layers return to all ranks of a pipeline.
+    """Sends the outputs of layers to all ranks of a pipeline.
 
     Attributes:
-        topology: The argument.
         ranks: The global ranks of the pipeline.
         here: The global rank of this process.
-        is_inside: Whether a layer of this rank runs.
+        is_inside: True while a layer of this rank runs.
     """
 
     def __init__(self, topology: Topology | None, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class Link:
         return tensor
 
     def shared(self, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """Returns the tensors of one rank on all ranks. Others give any."""
+        """Returns the tensors of one rank on all ranks; `tensors` of the others are ignored."""
         if rank != self.here:
             return [self.tensor(shape, dtype, rank) for shape, dtype in self.receive(rank)]
         self.send([(tuple(tensor.shape), tensor.dtype) for tensor in tensors], tensors)
@@ -105,14 +105,14 @@ class Link:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What a `SharedLayer` knows of itself.
+    """The position of a `SharedLayer` in the model, in the cache and among the ranks.
 
     Attributes:
-        name: In the uncut model.
+        name: Name in the uncut model.
         rank: The global rank that runs it.
-        link: To the other ranks.
-        indices: Of its entries in a cache.
-        changes: Of what it is given, which other layers may read; see [Note: changes].
+        link: Link to the other ranks.
+        indices: Indices of its entries in a cache.
+        changes: Changes of its arguments, which other layers may read; see [Note: changes].
     """
 
     name: str
@@ -133,7 +133,7 @@ class SharedLayer(nn.Module):
     """A layer that one rank of a pipeline runs for all of them."""
 
     def _pipegrad_call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs the layer, or receives what it returns."""
+        """Runs the layer, or receives its result."""
         layer: _Layer = vars(self)["_pipegrad_shared"]
         link = layer.link
         caches = [x for x in (*args, *kwargs.values()) if is_imported_kind(x, *_CACHE)]
@@ -150,7 +150,8 @@ class SharedLayer(nn.Module):
         try:
             result = call(*args, **kwargs)
             packed = _packed([result, watch.values()], caches, tensors)
-            # A layer may share modules with others, and has their entries then, which stay.
+            # Send only entries that have changed, because a layer that shares modules with others
+            # also has their entries.
             entries = [x for x in _entries(layer, caches) if plain.dumps(x) not in before]
             link.send([packed, entries], tensors)
         except Exception as error:
@@ -162,7 +163,7 @@ class SharedLayer(nn.Module):
 
 
 def _received(layer: _Layer, caches: Sequence[Any], roots: Mapping[str, Any]) -> Any:
-    """Returns what a layer of another rank returned, and changes what it changed."""
+    """Returns the result of another rank's layer, and applies the layer's changes."""
     link = layer.link
     message = link.receive(layer.rank)
     if isinstance(message, str):
@@ -189,7 +190,7 @@ def _received(layer: _Layer, caches: Sequence[Any], roots: Mapping[str, Any]) ->
 
 
 def _entries(layer: _Layer, caches: Sequence[Any]) -> list[Any]:
-    """Returns what the layer's entries in caches say of themselves, as plain data."""
+    """Returns the attributes of the layer's cache entries as plain data."""
     parts = [part for cache in caches for part in _parts_of(cache)]
     entries = list[Any]()
     for at, (cache, part) in enumerate(parts):
@@ -202,24 +203,24 @@ def _entries(layer: _Layer, caches: Sequence[Any]) -> list[Any]:
 
 
 class _RemoteCache(Tensor):
-    """The shape of what a layer of another rank remembers. It stays one when it is copied."""
+    """A cache entry of another rank's layer: it has a shape only, also after a copy."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.cpu, Tensor.cuda, Tensor.to):  # nobody reads it, whatever its dtype
+        if func in (Tensor.cpu, Tensor.cuda, Tensor.to):  # of any dtype, because no code reads it
             return args[0]
         named = {k: x for k, x in (kwargs or {}).items() if k != "device"}
         return super().__torch_function__(func, types, args, named)  # type: ignore[no-untyped-call]
 
 
 def _parts_of(cache: Any) -> list[tuple[Any, Any]]:
-    """Returns a cache with each of the caches inside of it: that of an encoder-decoder has two."""
+    """Returns a cache with each cache inside of it: an encoder-decoder's cache has two."""
     parts = (getattr(cache, f"{name}_attention_cache", None) for name in ("self", "cross"))
     return [(cache, part) for part in parts if part is not None] or [(cache, cache)]
 
 
 def _packed(value: Any, caches: Sequence[Any], tensors: list[Tensor] | None = None) -> Any:
-    """Returns a value as plain data, in which a tensor on the meta device has the shape of one."""
+    """Returns a value as plain data, with tensors on the meta device instead of its tensors."""
 
     def packed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -240,7 +241,7 @@ def _packed(value: Any, caches: Sequence[Any], tensors: list[Tensor] | None = No
 
 
 def _unpacked(packed: Any, caches: Sequence[Any], tensor_of: Callable[[Tensor], Tensor]) -> Any:
-    """Returns what `_packed` was given, with tensors for those on the meta device."""
+    """Returns the value that `_packed` packed, with tensors for the tensors on the meta device."""
 
     def unpacked(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -259,7 +260,7 @@ def generate(
     inputs: Sequence[object],
     named: Mapping[str, object],
 ) -> Any:
-    """Returns what ``generate`` of the uncut model returns; see `Cut.generate`."""
+    """Returns the result of the uncut model's ``generate``; see `Cut.generate`."""
     stages = [part.module for part in parts]
     device = next(p.device for stage in held for p in stages[stage].parameters())
     link = Link(topology, device)
@@ -297,13 +298,13 @@ def generate(
     with torch.no_grad(), evaluating([stages[i] for i in held]):
         model = _shared_model(uncut, stages, held, link, needed)
         with Bounded("generate()"), _draws_of_first(link):
-            # A graph of compiled code would have messages between ranks inside.
+            # Without compilation, because a compiled graph cannot have messages between ranks.
             return model.generate(*inputs, **{"disable_compile": True, **named})
 
 
 @contextlib.contextmanager
 def _draws_of_first(link: Link) -> Iterator[None]:
-    """Lets all ranks draw the random numbers of the first rank; only there they count as drawn."""
+    """Lets all ranks draw the first rank's random numbers; the others keep their own state."""
     on_device = () if link.device.type == "cpu" else (link.device,)
     devices = [torch.get_device_module(device) for device in on_device]
     states = [torch.get_rng_state(), *(x.get_rng_state(link.device) for x in devices)]
@@ -325,7 +326,7 @@ def _shared_model(
 ) -> Any:
     """Returns a copy of the uncut model whose layers all ranks of a pipeline call together.
 
-    All ranks call it. The layers of this rank are those of its stages.
+    All ranks call it. On each rank, the layers of its stages are the stages' own.
     """
     layers = _layers_of(stages, link)
     here = tensors_of([stages[stage] for stage in held], {})
@@ -333,7 +334,7 @@ def _shared_model(
         here |= dict(collected(here, {name for name in needed if name not in here}))
     known = tensors_by_name(uncut)
     values = {id(known[name]): x for name, x in here.items() if name in known}
-    # The stages may have been converted behind the cut.
+    # Dtypes of the stages, because they may have been converted after the cut.
     floats = {name: x for name, x in here.items() if name in known and x.is_floating_point()}
     dtypes = {known[name].dtype: x.dtype for name, x in floats.items()}
 

@@ -1,7 +1,7 @@
 """The Trainer of transformers over a pipeline: its loop, data, logs, metrics and checkpoints.
 
-Written for transformers 5.23 and accelerate 1.15. The loop stays theirs. What changes is which
-ranks get the same rows, and how a step, its clipping, an evaluation and a checkpoint are made.
+Written for transformers 5.23 and accelerate 1.15, whose loop runs unchanged. `PipelineTrainer`
+changes the rows of each rank, the step, its gradient clipping, the evaluation and the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pipegrad.partition.generation import Link
 from pipegrad.pipeline.scheduler import Scheduler
 
 _STATE = "pipeline"  # the folder in a checkpoint that resumes a run on any layout
-_Hf = Any  # what transformers gives and takes
-# Arguments of a TrainingArguments that a pipeline does not take -> what to do.
+_Hf = Any  # arguments and results of transformers
+# Arguments of TrainingArguments that do not work in a pipeline -> advice.
 _REFUSED = {
     "gradient_accumulation_steps": "set num_microbatches of the Scheduler",
     "gradient_checkpointing": "call the model's gradient_checkpointing_enable() before the cut",
@@ -51,8 +51,8 @@ _REFUSED = {
     "debug": "scheduler.sync.non_finite() names the parameters whose gradients are not finite",
 }
 _REFUSED_OTHERS = ("model", "model_init", "compute_loss_func", "optimizers")
-# Methods of Trainer that the loop does not call in a pipeline, or has no whole model for, and what
-# to do instead of an override.
+# Methods of Trainer that the loop does not call in a pipeline, or that need a whole model -> advice
+# instead of an override.
 _NOT_CALLED = {
     name: advice
     for names, advice in {
@@ -79,16 +79,16 @@ _NOT_CALLED = {
 
 
 class _Stages(nn.ModuleList):
-    """The stages of this rank. The loop takes them for its model.
+    """The stages of this rank, which the loop trains as its model.
 
     Attributes:
-        optimizer: Of the stages; None before the run.
+        optimizer: The stages' optimizer; None before the run.
     """
 
     optimizer: torch.optim.Optimizer | None = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients, also those of shards and of copies, which no module has."""
+        """Clears gradients, also of shards and copies that only the optimizer holds."""
         super().zero_grad(set_to_none)
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none)
@@ -102,22 +102,22 @@ class _Stages(nn.ModuleList):
 
 
 class PipelineTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer whose model is cut into stages. Every rank makes it and calls its verbs.
+    """A Trainer whose model is cut into stages. Every rank makes it and calls its methods.
 
     ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are the rows of a replica in
-    one step. All ranks of a replica have the same rows. The loss is that of the `Scheduler`: the
-    model's own is a mean over all labels of a step that count, as the Trainer's is. What
-    ``compute_metrics`` is given is on every rank.
+    one step. All ranks of a replica have the same rows. The `Scheduler` computes the loss. The
+    model's own loss is a mean over all labels of a step that count, as in Trainer. Every rank gets
+    the arguments of ``compute_metrics``.
 
-    A subclass may override what the loop calls, such as ``create_optimizer``, ``training_step``
-    around ``super()``, ``prediction_step``, ``log`` and ``get_train_dataloader``. An override that
-    the loop would not call, such as ``compute_loss``, is refused.
+    A subclass may override methods that the loop calls, for example ``create_optimizer``,
+    ``training_step`` around ``super()``, ``prediction_step``, ``log`` and ``get_train_dataloader``.
+    An override that the loop would not call, for example ``compute_loss``, raises `ConfigError`.
 
     Args:
-        cut: Of a model of transformers.
-        scheduler: Made with this cut.
-        args: As of Trainer. Their making begins torch.distributed.
-        **others: Of Trainer, such as ``train_dataset``, ``data_collator`` and ``callbacks``.
+        cut: A cut of a model of transformers.
+        scheduler: The Scheduler of this cut.
+        args: The arguments of Trainer. Their constructor starts torch.distributed.
+        **others: Other arguments of Trainer, for example ``train_dataset`` and ``callbacks``.
 
     Raises:
         ConfigError: If an argument, or an override of a method, cannot work in a pipeline. In
@@ -137,7 +137,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self._stages = _Stages([cut.modules[i] for i in self._topology.local_stages])
         self._link = Link(self._topology, self.args.device)
         self._last = self._topology.ranks_of([self._topology.num_stages - 1])[0]
-        # Of accelerator, the loop asks for loaders, and for the results of all ranks.
+        # The loop gets loaders and the results of all ranks from the accelerator.
         self.accelerator.prepare_data_loader = self._loader
         self.accelerator.prepare_optimizer = self._of_this_rank
         self.accelerator.gather = self._of_replicas
@@ -165,7 +165,10 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         )
 
     def _of_this_rank(self, optimizer: _Hf, **_options: _Hf) -> _Hf:
-        """Returns an optimizer if it steps parameters of this rank; all ranks call it."""
+        """Returns the optimizer, or raises if it steps no parameters of this rank.
+
+        All ranks call it.
+        """
 
         def check() -> None:
             given = [p for group in optimizer.param_groups for p in group["params"]]
@@ -185,7 +188,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         accelerator, axes = self.accelerator, self._topology.data_axes
         replicas, replica = self._topology.size(axes), self._topology.coordinate(axes)
         if replicas > 1 and isinstance(loader.dataset, IterableDataset):
-            # It counts rows, and all replicas make the same steps, however data are sharded.
+            # It counts rows, because all replicas must make the same steps for any sharding.
             shard = IterableDatasetShard(
                 loader.dataset, loader.batch_size or 1, loader.drop_last, replicas, replica
             )
@@ -198,14 +201,14 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             process_index=replica,
             put_on_device=True,
             rng_types=accelerator.rng_types.copy(),
-            dispatch_batches=False,  # it would send to each rank another part
+            dispatch_batches=False,  # otherwise each rank would get other rows
             even_batches=True,  # all replicas make the same steps
             use_seedable_sampler=accelerator.use_seedable_sampler,
             data_seed=accelerator.dataloader_config.data_seed,
         )
 
     def _of_replicas(self, tensors: _Hf) -> _Hf:
-        """Returns the values of all replicas, joined: those of one of each one's ranks."""
+        """Returns the joined values of all replicas, from one rank of each replica."""
         ranks = self._topology.ranks_along(self._topology.data_axes)
 
         def joined(tensor: Tensor) -> Tensor:
@@ -215,10 +218,10 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         with self.scheduler.sync.bounded("gather()"):
             return recursively_apply(joined, tensors)
 
-    # What the loop calls.
+    # Methods that the loop calls.
 
     def _move_model_to_device(self, *_args: _Hf) -> None:
-        """Leaves the model on the meta device: stages are on theirs."""
+        """Does nothing, because stages are on their device and the model is on the meta device."""
 
     def _wrap_model(self, *_args: _Hf, **_kwargs: _Hf) -> nn.Module:
         self._refuse_overrides()
@@ -229,7 +232,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         return int(self._train_batch_size * replicas)
 
     def create_optimizer(self, model: _Hf = None) -> _Hf:
-        """Makes the optimizer that ``args.optim`` names, of this rank's parameters."""
+        """Makes the optimizer that ``args.optim`` names, for this rank's parameters."""
         if self.optimizer is None:
             kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
                 self.args, self.model
@@ -284,7 +287,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         if ignore_keys is None:
             ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", [])
         kept = [n for n in self.cut.returns if not n.endswith("loss") and n not in ignore_keys]
-        # The model's own loss is behind them; other losses have no rows.
+        # The model's own loss comes after these names; other losses have no rows.
         named = dict(zip(self.cut.returns, result.outputs, strict=False))
         outputs = self._link.shared([named[n] for n in kept if n in named], self._last)
         labels: _Hf = [inputs[name] for name in names]
@@ -294,17 +297,18 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         return loss, logits, labels[0] if len(labels) == 1 else tuple(labels) or None
 
     def _count_last(self, inputs: _Hf) -> None:
-        """Tells the loop how many rows the last batch has, if the dataset has no length."""
+        """Sets the number of rows in the last batch for the loop, if the dataset has no length."""
         loader: _Hf = self.callback_handler.eval_dataloader
         if not getattr(loader, "end_of_dataloader", False) or loader.remainder >= 0:
             return  # or one that accelerate has not prepared
         rows = find_batch_size(inputs) * self._topology.size(self._topology.data_axes)
-        # Without workers this process has counted, and knows which rows fill up the batch.
+        # Use the dataset's count if this process has it, which needs a loader without workers,
+        # because the batch may contain rows that only fill it up.
         counted = 0 if loader._drop_last else getattr(loader.dataset, "num_examples", 0)
         loader.remainder = counted % rows or rows
 
     def _number(self, inputs: _Hf) -> int:
-        """Returns the number of microbatches: the last batch may have few rows."""
+        """Returns the number of microbatches, fewer if the last batch has few rows."""
         rows: int = find_batch_size(inputs)
         return min(self.scheduler.schedule.num_sequences, rows)
 
@@ -324,7 +328,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         self._saver.write(Path(output_dir) / _STATE, self.state.global_step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: _Hf = None) -> None:
-        """Does nothing: the model is read with the state of the optimizer, right after it."""
+        """Does nothing, because `_load_optimizer_and_scheduler` also reads the model."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -348,7 +352,7 @@ def _refuse_clipping(*_args: object, **_named: object) -> NoReturn:
 
 
 def _check(cut: object, args: TrainingArguments, others: Mapping[str, _Hf]) -> None:
-    """Refuses what cannot work in a pipeline."""
+    """Refuses arguments that cannot work in a pipeline."""
     default = TrainingArguments.__dataclass_fields__
     given = {name: getattr(args, name) for name in _REFUSED}
     why = "cannot work in a pipeline"

@@ -1,4 +1,7 @@
-"""The uncut model of a rank that trains some of its stages: its other layers stay as they were."""
+"""Makes the uncut model raise on a rank that trains only some of its stages.
+
+Its other layers keep their old values, because other ranks train them.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ from torch import nn
 from pipegrad.errors import StepError
 from pipegrad.model.wrappers import is_imported_kind
 
-# Of peft: they would exchange what stages share.
+# Methods of peft that would exchange modules that stages share.
 _MERGING = ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload")
 
 
 class _Refusal:
-    """A hook that refuses what would read layers of other ranks."""
+    """A hook that raises before code reads layers of other ranks."""
 
     def __init__(self, module: nn.Module, words: str) -> None:
         self._module = weakref.ref(module)
         self._words = words
 
     def __call__(self, module: nn.Module, *_: object) -> None:
-        """Raises StepError if it is the module of the uncut model."""
+        """Raises StepError if `module` is the uncut model's own, and not a copy of it."""
         if module is self._module():
             raise StepError(self._words)
 
@@ -37,15 +40,16 @@ class _Refusal:
 def refuse_uncut(
     model: nn.Module, stages: Mapping[int, nn.Module], held: Sequence[int], *, is_saved: bool
 ) -> None:
-    """Makes a model refuse to run and to give its state, as a whole and module by module.
+    """Makes the forward and the ``state_dict`` of a model raise, as a whole and module by module.
 
-    Tools go past the model itself: peft's ``generate`` runs the model inside of it.
+    Modules with layers of other ranks raise, too, because tools go past the outer model: peft's
+    ``generate`` runs the model inside of it.
 
     Args:
         model: The uncut model.
         stages: All stages.
-        held: The stages of this rank.
-        is_saved: Whether ``save_pretrained`` of the cut writes it.
+        held: Indices of this rank's stages.
+        is_saved: True if ``save_pretrained`` of the cut writes the model.
     """
     save = (
         "save by cut.save_pretrained(), and generate from what it wrote"

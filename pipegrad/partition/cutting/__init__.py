@@ -1,1 +1,1 @@
-"""How does a model become stages, and how does its own code run on each of them?"""
+"""Makes stages from a model, and runs the model's own code on each stage."""

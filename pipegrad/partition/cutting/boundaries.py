@@ -1,4 +1,4 @@
-"""Boundaries: which layer begins each stage, so that the heaviest stage is as light as can be."""
+"""Boundaries: finds the first layer of each stage that makes the heaviest stage lightest."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pipegrad.simulation.fastest_cut import Cost, balanced
 
 BY = ("parameters", "time", "memory")
 
-# An estimate of time needs a price for what moves through memory, beside what is computed. Devices
-# compute about this many operations in the time in which they move a byte.
+# Operations that a device computes in about the time in which it moves a byte. An estimate of time
+# needs this price, because a layer's time depends on operations and on memory traffic.
 _FLOPS_A_BYTE = 100
 _STATES = 4  # a parameter, its gradient, and two moments of an optimizer
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A place where a stage may begin: a layer, and what follows it up to the next one.
+    """A layer at which a stage may begin, with all calls up to the next such layer.
 
     Attributes:
-        name: Of the layer's call.
-        parameters: Id -> bytes and number of elements, of all parameters.
+        name: Name of the layer's call.
+        parameters: Id of each parameter -> its bytes and number of elements.
         flops: Floating-point operations of a forward on the sample; 0 if unknown.
-        saved_bytes: What a forward keeps for its backward, on the sample; 0 if unknown.
+        saved_bytes: Bytes that a forward on the sample keeps for its backward; 0 if unknown.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Layer:
 
     @property
     def time(self) -> float:
-        """An estimate of its time, in floating-point operations."""
+        """An estimate of its time, in units of a floating-point operation."""
         return self.flops + _FLOPS_A_BYTE * self.saved_bytes
 
 
@@ -50,7 +50,7 @@ def starts_of(
     """Returns the index of the first layer of every stage but the first.
 
     Raises:
-        TopologyError: If that is impossible.
+        TopologyError: If there are too few layers, or if `by` or `boundaries` are wrong.
     """
     if not 1 <= num_stages <= len(layers):
         raise TopologyError(
@@ -83,10 +83,10 @@ def _starts_named(
 
 
 def cost_of(layers: Sequence[Layer], num_stages: int, by: str | Sequence[float]) -> Cost:
-    """Returns what a stage costs: elements, bytes, or estimated or given time.
+    """Returns the cost function of a stage: its elements, its bytes, or its time.
 
     Raises:
-        TopologyError: If `by` is unknown, or has something else than finite numbers from 0 on.
+        TopologyError: If `by` is unknown, or is no list of finite numbers from 0 on.
     """
     if by == "time":
         by = [layer.time for layer in layers]
@@ -122,8 +122,8 @@ def cost_of(layers: Sequence[Layer], num_stages: int, by: str | Sequence[float])
 
 
 def _unique(layers: Sequence[Layer], which: int) -> Callable[[int, int], int]:
-    """Returns what tells what the layers between a start and an end hold; a tie counts once."""
-    rows: dict[int, tuple[list[int], set[int]]] = {}  # only what is asked for: stages are short
+    """Returns a function of start and end that sums parameters of these layers, each tie once."""
+    rows: dict[int, tuple[list[int], set[int]]] = {}  # filled on demand, because stages are short
 
     def held(start: int, end: int) -> int:
         sums, seen = rows.setdefault(start, ([0], set()))

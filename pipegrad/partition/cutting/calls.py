@@ -1,13 +1,14 @@
-"""Calls: what a model does with its layers, as data, and all that a layer hands on.
+"""Calls: a model's calls of its layers, as data, with all outputs of each layer.
 
-[Note: changes] A layer may append to a list that it was given, write into any other container or
-object that it was given, set an attribute of itself or of a module inside, or be listened to by a
-hook. All of that is compared before and behind its recorded call. What changed is an output of the
-call like what it returns: its tensors have sources, and travel. A stage that has the layer reads
-them at the same places. A stage that has a stand-in for it writes them there.
+[Note: changes] Besides its result, a layer may have other outputs. It may append to a list among
+its arguments, write into any other container or object among them, set an attribute of itself or of
+a module inside, or call a hook. The values of all these are compared before and after the recorded
+call. A changed value is an output of the call like its result: its tensors have sources, and
+travel. A stage that has the layer reads them at the same places. A stage with a placeholder of the
+layer writes them there.
 
-What a layer hands on in any other way, such as a global list, is not seen here. The recorder
-refuses code that reads it.
+An output that takes another way, such as a global list, is not compared here. The recorder raises
+if code reads it.
 """
 # ruff: noqa: ANN401 - layers take, return and change values of any type
 
@@ -41,7 +42,7 @@ _OPAQUE = (*_ATOMS, *_FUNCTIONS, Tensor, nn.Module, logging.Logger)
 
 
 class Source(NamedTuple):
-    """An output of a layer's call: its leaf of this number."""
+    """An output of a layer's call: the index of the call, and the index of the leaf."""
 
     call: int
     leaf: int
@@ -49,14 +50,14 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """What values were computed from, outside of layers.
+    """The values from which code outside of layers computed other values.
 
     Attributes:
         sources: Outputs of calls of layers.
         parameters: Names of parameters and buffers.
         draws: Numbers of operators that draw random numbers.
-        writers: Layers that wrote into a tensor that they were given.
-        inputs: Names of what the model was given; not of what decided alone.
+        writers: Names of layers that wrote into one of their input tensors.
+        inputs: Names of inputs of the model, without those that only decided a branch.
     """
 
     sources: frozenset[Source] = frozenset()
@@ -76,13 +77,13 @@ class Origin:
 
 
 class Change(NamedTuple):
-    """What a layer changes: a value of a dict or an object, the end of a list, or what hooks hear.
+    """A change by a layer: a value of a dict or an object, the end of a list, or a call of a hook.
 
     Attributes:
         path: Keys from `roots_of` to the dict, object or list, or to a module with hooks.
-        key: Of a dict or an object: the key or attribute that has another value, or none now.
-        dropped: Of a list, set or deque: how many values at its end are gone. The new values are
-            behind the others.
+        key: The key of a dict, or the attribute of an object, that has another value or none now.
+        dropped: Number of values that are gone from the end of a list, set or deque. The new values
+            follow the others.
     """
 
     path: tuple[Any, ...]
@@ -96,26 +97,26 @@ class Change(NamedTuple):
 
     @property
     def is_heard(self) -> bool:
-        """True if hooks listen: its values are positional and keyword arguments, and the result."""
+        """True for a call of hooks: its values are positional and keyword arguments, and result."""
         return bool(self.path[0] == "hooks")
 
     @property
     def is_inside(self) -> bool:
-        """True if it belongs to the layer, and not to what the layer is given."""
+        """True if the change is in the layer, and not in its arguments."""
         return bool(self.path[0] == "modules")
 
 
 @dataclass(frozen=True)
 class Output:
-    """A leaf of what a call returns or changes.
+    """A leaf of the result of a call, or of its changes.
 
     Attributes:
-        value: What it is in the sample, if it is no tensor.
-        shape: Of a tensor, in the sample.
-        dtype: Of a tensor, in the sample.
-        like: Leaf of the arguments that tells its shape in another batch; None if none does.
-        is_input: Whether it is that argument, which the layer hands on as it was.
-        same: Number of the first leaf of the call that is the same tensor; None if there is none.
+        value: Value in the sample, if it is no tensor.
+        shape: Shape of a tensor in the sample.
+        dtype: Dtype of a tensor in the sample.
+        like: Index of the argument leaf with the same shape in any batch; None if there is none.
+        is_input: True if it is that argument, which the layer returns unchanged.
+        same: Index of the first leaf of the call that is the same tensor; None if there is none.
     """
 
     value: object = None
@@ -131,19 +132,20 @@ class Call:
     """A call of a layer.
 
     Attributes:
-        name: Of the layer, with the number of the call behind it if it is called more than once.
-        layer: The layer.
-        origin: What its inputs were computed from.
-        outputs: The leaves of what it returns, and behind them those of what it changes.
-        structure: How those that it returns hang together.
-        kinds: Where tensors are in what it returns; see `kinds_of`.
-        num_inputs: How many leaves its arguments have.
-        changes: What it changes; see [Note: changes].
-        structures: Of each change, how the leaves of its values hang together.
-        cleared: Numbers of changes of containers that code behind the layer takes back.
-        lost: Names of modules inside and their attributes that it changes, but not to tensors.
+        name: Name of the layer; later calls of the same layer add ``#`` and a number.
+        layer: Name of the layer.
+        origin: The values from which its inputs were computed.
+        outputs: The leaves of its result, then the leaves of its changes.
+        structure: Pytree structure of its result.
+        kinds: Positions of tensors in its result; see `kinds_of`.
+        num_inputs: Number of leaves in its arguments.
+        changes: Its changes; see [Note: changes].
+        structures: Pytree structure of each change's values.
+        cleared: Indices of `changes` of containers that code after the layer undoes.
+        lost: Names of inner modules and their attributes that it changes to other values than
+            tensors.
         flops: Floating-point operations of its forward on the sample.
-        saved_bytes: What its forward keeps for its backward, on the sample.
+        saved_bytes: Bytes that its forward on the sample keeps for its backward.
     """
 
     name: str
@@ -162,7 +164,7 @@ class Call:
 
     @cached_property
     def num_returned(self) -> int:
-        """How many leaves there are, without what hooks hear: these stand behind all others."""
+        """The number of leaves without the arguments of hooks, which come after all others."""
         pairs = zip(self.changes, self.structures, strict=True)
         return self.structure.num_leaves + sum(x.num_leaves for c, x in pairs if not c.is_heard)
 
@@ -175,15 +177,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Flow:
-    """What a model does.
+    """The recorded run of a model on a sample.
 
     Attributes:
         calls: The calls of its layers, in order.
-        returned: What it returns, by name, and what that was computed from.
-        nested: Names of what it returns that are no tensors, but have some inside.
-        written: Outputs of layers into which code outside of layers writes, in place.
-        writes_inputs: Whether it writes into what it is given, in place.
-        is_heard: Whether hooks hand on what a layer computes.
+        returned: Name of each output -> the values from which it was computed.
+        nested: Names of outputs that are no tensors, but have some inside.
+        written: Outputs of layers into which code outside of layers writes in place.
+        writes_inputs: True if the model writes into its inputs in place.
+        is_heard: True if hooks pass a layer's values to other code.
         sample: Name -> shape of the tensors of the sample.
     """
 
@@ -197,7 +199,7 @@ class Flow:
 
     @cached_property
     def inputs(self) -> list[frozenset[str]]:
-        """Of each call, the names of those of the model's inputs that it is computed of."""
+        """For each call, the names of the model's inputs from which its inputs are computed."""
         found = list[frozenset[str]]()
         for call in self.calls:
             before = (found[source.call] for source in call.origin.sources)
@@ -206,7 +208,7 @@ class Flow:
 
 
 def kinds_of(result: object) -> object:
-    """Returns where tensors are in what a layer returns; of a list not how many there are."""
+    """Returns the positions of tensors in a layer's result, without the lengths of lists."""
     if isinstance(result, dict):
         return frozenset((key, kinds_of(x)) for key, x in result.items())
     if isinstance(result, tuple):
@@ -217,13 +219,13 @@ def kinds_of(result: object) -> object:
 
 
 def roots_of(layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Returns everything that a call of a layer reaches, but for globals and closures."""
+    """Returns all values that a call of a layer can reach, except globals and closures."""
     modules = dict(layer.named_modules())
     return {"args": args, "kwargs": kwargs, "modules": modules, "hooks": modules}
 
 
 def find(roots: Mapping[str, Any], path: Sequence[Any]) -> Any:
-    """Returns what is at a path; None if there is nothing."""
+    """Returns the value at a path; None if there is no value."""
     try:
         return reduce(_item, path, roots)
     except (AttributeError, IndexError, KeyError, TypeError):
@@ -231,7 +233,7 @@ def find(roots: Mapping[str, Any], path: Sequence[Any]) -> Any:
 
 
 class Watch:
-    """Compares what a call of a layer reaches, before and behind it."""
+    """Compares the values that a call of a layer can reach, before and after the call."""
 
     def __init__(
         self, layer: nn.Module, args: Any, kwargs: Any, known: Sequence[Change] | None = None
@@ -252,7 +254,7 @@ class Watch:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hears what hooks hear, before they can change it."""
+        """Records the arguments of hooks, before the hooks can change them."""
 
         def hook_of(name: str, *, has_kwargs: bool) -> Any:
             return lambda _, args, kwargs, result: self._heard.append(
@@ -274,14 +276,14 @@ class Watch:
                 handle.remove()
 
     def changes(self) -> list[tuple[Change, list[Any]]]:
-        """Returns what has changed, with the new values."""
+        """Returns all changes with their new values."""
         compared = [
             pair for path, value, before in self._before for pair in _compared(path, value, before)
         ]
         return compared + self._heard
 
     def values(self) -> list[list[Any]]:
-        """Returns the values of each known change; none of one that did not come."""
+        """Returns the values of each known change, none for a change that did not happen."""
         heard, values = iter(self._heard), list[list[Any]]()
         for change, (_, box, before) in zip(self._known, self._before, strict=True):
             if change.is_heard:
@@ -306,10 +308,9 @@ PutIn = dict[int, list[tuple[Any, Any, Any, Any]]]
 
 
 def replaced(value: Any, tensor_of: Callable[[Tensor], Tensor], put_in: PutIn) -> Any:
-    """Returns what a call of a layer is given, with other tensors.
+    """Returns the arguments of a call with other tensors.
 
-    Containers stay the same ones, so what a layer writes into them is where it would be. Of a
-    tuple there is another one.
+    Containers stay the same objects, because a layer may write into them. A tuple is replaced.
     """
     if isinstance(value, Tensor):
         return tensor_of(value)
@@ -331,7 +332,7 @@ def replaced(value: Any, tensor_of: Callable[[Tensor], Tensor], put_in: PutIn) -
 
 
 def put_back(put_in: PutIn) -> None:
-    """Puts the tensors back where the others still are."""
+    """Puts the original tensors back wherever the replacements still are."""
     for box, key, other, x in chain.from_iterable(put_in.values()):
         contents = contents_of(box)
         now = dict(contents if isinstance(contents, dict) else enumerate(contents))
@@ -340,7 +341,7 @@ def put_back(put_in: PutIn) -> None:
 
 
 def apply(change: Change, values: list[Any], box: Any) -> Callable[[], None]:
-    """Changes something as a layer did, and returns what takes that back."""
+    """Applies a change of a layer; returns a function that undoes it."""
     if change.is_heard:
         args, kwargs, result = values
         for key, hook in [*box._forward_hooks.items()]:
@@ -348,7 +349,7 @@ def apply(change: Change, values: list[Any], box: Any) -> Callable[[], None]:
             hook(box, args, kwargs, result) if has_kwargs else hook(box, args, result)
         return lambda: None
     before = contents_of(box)
-    if isinstance(before, dict):  # taken back alone: what others wrote stays
+    if isinstance(before, dict):  # undo this key only, because other keys may have new values
         put(box, change.key, values)
         return partial(put, box, change.key, [before[change.key]] if change.key in before else [])
     restore(box, [*before[: max(len(before) - change.dropped, 0)], *values])
@@ -368,7 +369,7 @@ def put(box: Any, key: Any, values: Sequence[object]) -> None:
 
 
 def contents_of(value: Any) -> Any:
-    """Returns what a container, an object or a module holds, as a new dict or list; or None."""
+    """Returns the contents of a container, an object or a module as a new dict or list, or None."""
     if isinstance(value, nn.Module):
         attributes = {name: x for name, x in vars(value).items() if name not in _TABLES}
         return attributes | value._buffers
@@ -382,7 +383,7 @@ def contents_of(value: Any) -> Any:
 
 
 def restore(box: Any, contents: Any) -> None:
-    """Puts back what a container, an object or a module held."""
+    """Restores the contents of a container, an object or a module."""
     if isinstance(box, list | deque | set):
         box.clear()
         box.update(contents) if isinstance(box, set) else box.extend(contents)
@@ -398,7 +399,7 @@ def _item(box: Any, key: Any) -> Any:
 
 
 def _reached(roots: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], Any, Any]]:
-    """Returns each container with its path and what it holds, those that are given first."""
+    """Returns each container with its path and contents, starting with the arguments."""
     seen, reached = set[int](), list[tuple[tuple[Any, ...], Any, Any]]()
     modules = [(("modules", name), module) for name, module in roots["modules"].items()]
     queue: deque[tuple[tuple[Any, ...], Any]] = deque(
@@ -419,7 +420,7 @@ def _reached(roots: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], Any, Any]]
 def _compared(
     path: tuple[Any, ...], box: object, before: Any
 ) -> Iterator[tuple[Change, list[Any]]]:
-    """Yields what is different in a container, an object or a module, with the new values."""
+    """Yields the changes of a container, an object or a module, with the new values."""
     after = _contents_after(box, before)
     if isinstance(after, dict):
         for key in {**before, **after}:
@@ -435,7 +436,7 @@ def _compared(
 
 
 def _contents_after(box: object, before: Any) -> Any:
-    """Returns what a container holds. A set has no order: it begins with what it had before."""
+    """Returns the contents of a container, of a set with its former elements first."""
     if not isinstance(box, set):
         return contents_of(box)
     places = {id(x): i for i, x in enumerate(before)}

@@ -25,11 +25,12 @@ def with_tensors(
 ) -> nn.Module:
     """Returns a deep copy of a module with other tensors. Ties stay.
 
+    Containers that functions of the module hold, such as hooks, are not copied.
+
     Args:
         module: The module.
-        replace: Returns what stands instead of a parameter, buffer or other tensor.
-        memo: Id of an object -> what stands in its place; it gets the copies, as of ``deepcopy``.
-            Containers that functions of the module hold, such as hooks, are those of the module.
+        replace: Returns the replacement of a parameter, buffer or other tensor.
+        memo: Id of an object -> its replacement; the copies are added, as in ``deepcopy``.
 
     Raises:
         TopologyError: If an attribute cannot be copied.
@@ -37,18 +38,18 @@ def with_tensors(
     leaves = leaves_of(module)
     known = {} if memo is None else memo
     known |= {id(x): x for x in enclosed(leaves)}
-    # Beside parameters and buffers there are caches, in attributes, lists and dicts.
+    # Replace tensors in attributes, lists and dicts, too, because modules have caches there.
     for leaf in leaves:
         if isinstance(leaf, Tensor) and id(leaf) not in known:
             known[id(leaf)] = replace(leaf)
     for part in module.modules():
-        # Only a real tensor knows how it was quantized.
+        # Replace a quantized layer, because only its real weight has the state of quantization.
         is_quantized = any(is_imported_kind(part, "bitsandbytes.nn", kind) for kind in _QUANTIZED)
         if is_quantized and known[id(part.weight)] is not part.weight:
             known[id(part)] = _Unquantized(part, replace)
     try:
         return copy.deepcopy(module, known)
-    except Exception as error:  # whatever an attribute raises
+    except Exception as error:  # any error of an attribute
         raise TopologyError(
             f"{type(module).__name__} holds what cannot be copied: {in_words(error)}. Set such "
             f"attributes behind the cut"
@@ -56,12 +57,12 @@ def with_tensors(
 
 
 def leaves_of(module: nn.Module) -> list[Any]:
-    """Returns what attributes of a module, and of those inside, hold, but for containers."""
+    """Returns the leaves of all attributes of a module and of its inner modules."""
     return [leaf for part in module.modules() for leaf in tree_flatten(vars(part))[0]]
 
 
 def enclosed(leaves: Iterable[object]) -> list[object]:
-    """Returns the containers that functions hold, such as hooks, beside what holds these."""
+    """Returns the containers in closures of functions, such as hooks."""
 
     def contents(cell: CellType) -> list[object]:
         try:
@@ -76,7 +77,7 @@ def enclosed(leaves: Iterable[object]) -> list[object]:
 
 
 class _Unquantized(nn.Linear):
-    """What stands for a quantized layer where nothing is computed; it takes any dtype."""
+    """A placeholder of a quantized layer in a copy that computes no values, for any dtype."""
 
     def __init__(self, layer: Any, replace: Callable[[Tensor], Tensor]) -> None:  # noqa: ANN401
         has_bias = layer.bias is not None
@@ -87,7 +88,7 @@ class _Unquantized(nn.Linear):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns what has the shape and the dtype of the layer's result."""
+        """Returns a tensor with the shape and the dtype of the layer's result."""
         result = nn.functional.linear(x, self.weight.to(x.dtype))
         bias: Tensor | None = self._parameters["bias"]
         return result if bias is None else result + bias.to(x.dtype)
@@ -105,7 +106,7 @@ def without_memory(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.
 
 
 def without_values(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module whose saved tensors alone are on the meta device."""
+    """Returns a copy of a module with saved tensors, and only these, on the meta device."""
     saved = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
     return with_tensors(
         module,
@@ -127,9 +128,10 @@ def with_class(
 
     Args:
         module: The module.
-        mixin: The class whose methods count first. Its `_pipegrad_call`, if it has one, is given
-            every call of the module, or of its forward: the function, and its arguments.
-        base: The other class; that of the module if None.
+        mixin: The class whose methods come first. If it has a `_pipegrad_call`, each call of the
+            module or of its forward becomes a call of this method, with the original function and
+            the arguments.
+        base: The other class; the module's class if None.
     """
     both: Any = _both  # mypy: modules' classes have no hash
     module.__class__ = both(mixin, base or type(module))
@@ -138,7 +140,7 @@ def with_class(
 
 @cache
 def _both(mixin: Any, base: Any) -> Any:  # noqa: ANN401
-    # It looks like the module's own class, to those who print it or ask for its name.
+    # The name of the module's own class, because code may print it or compare it.
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     if hasattr(mixin, "_pipegrad_call"):  # code may call the forward alone, past hooks
         calls = ("__call__", "forward")

@@ -1,17 +1,17 @@
-"""Flow: which layers a model calls, in which order, and which values go from layer to layer.
+"""Flow: records a model's calls of layers, in order, and the values that go from layer to layer.
 
-[Note: flow] The model runs once, on a sample. Outside of layers, every operator of torch is seen,
-and each of its results is recorded with the outputs of layers that it was computed from. So when a
-layer is called, its inputs say which outputs of which earlier calls it needs, however far away
-these are. The code between layers need not be understood: each stage runs it again.
+[Note: flow] The model runs once, on a sample. Outside of layers, the recorder sees every operator
+of torch, and records each result with the outputs of layers from which it was computed. The inputs
+of a layer's call therefore show which outputs of earlier calls it needs, however early these calls
+are. The code between layers is not analysed, because each stage runs it again.
 
 The tensors of the sample, and the model's parameters and buffers, are fake. Fake tensors have a
-shape, a dtype and a device, but no memory. So the run costs no memory, changes no buffer, draws no
-random number, and works for a model on the meta device. If the model's code needs values of what it
-is given, such as where a text has images, it runs on a copy of that. If it needs values of what
-layers compute, it runs on its parameters and on copies of all other tensors. Then the random state
-is put back. Attributes are those of a copy of the model, so no cache of the model keeps what the
-run made.
+shape, a dtype and a device, but no memory. The run therefore costs no memory, changes no buffer,
+draws no random number, and works for a model on the meta device. If the model's code needs values
+of its inputs, for example the positions of images in a text, it runs on a copy of the inputs. If it
+needs values that layers compute, it runs on its parameters and on copies of all other tensors. Then
+the random state is restored. The run uses a copy of the model, because a cache of the model must
+not keep tensors of the run.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def flow_of(
     layers: Mapping[str, nn.Module],
     samples: Sequence[Mapping[str, object]],
 ) -> Flow:
-    """Returns what a model does with a sample: the first one that it can take.
+    """Returns the recorded run of a model on the first sample with which it does not fail.
 
     Raises:
-        TopologyError: If the model fails.
+        TopologyError: If the model fails with each sample.
     """
     is_meta = any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
     ways: list[Callable[..., Flow]] = [
@@ -74,10 +74,11 @@ def _for_training(
     layers: Mapping[str, nn.Module],
     sample: Mapping[str, object],
 ) -> Flow:
-    """Returns what a model does when it is trained; of its own mode, if it fails so.
+    """Returns the run of a model in training mode, or in its own mode if training mode fails.
 
-    A model that was loaded is in eval mode, and is trained later: then dropout between layers
-    draws, and layers may hand on losses. Batch norm cannot be trained on one row.
+    A loaded model is in eval mode, and is trained later. In training mode, dropout between layers
+    draws random numbers, and layers may add losses. This mode may fail, because for example batch
+    norm cannot be trained on one row.
     """
     if not model.training:
         with contextlib.suppress(Exception):
@@ -108,7 +109,7 @@ def _run(
         untouched = stack.enter_context(_untouched(model))
         with mode:
             copied = with_tensors(model, tensor_of)
-        if not given:  # else what has no fake among its inputs is computed
+        if not given:  # otherwise operators without a fake input compute real values
             stack.enter_context(mode)
         if is_training:
             copied.train()
@@ -118,7 +119,7 @@ def _run(
             with recorder, recorder.noticing_functions():
                 returned = copied(**inputs)
         except Exception:
-            untouched()  # what may be why
+            untouched()  # raises first, because such a change may be the reason
             raise
         recorder.refuse_new_buffers()
         untouched()
@@ -135,16 +136,16 @@ def _run(
 
 
 def _real(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a tensor for a run on real ones, which may write into buffers and inputs."""
+    """Returns a copy for a run on real tensors, which may write into it; a parameter as it is."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     return tensor.to(dtype if tensor.is_floating_point() else None, copy=True)
 
 
 def _fake(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Returns a fake tensor like `tensor`, on the CPU if that has no memory.
+    """Returns a fake tensor like `tensor`, on the CPU if `tensor` is on the meta device.
 
-    It has `dtype`, if there is one and the tensor is of floating point.
+    A floating-point tensor gets `dtype`, unless that is None.
     """
     copied: Tensor = torch.empty_strided(
         tensor.shape,
@@ -161,10 +162,11 @@ def _shapes_of(sample: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Puts back what a function of the model, such as a hook, changes of the model itself.
+    """Undoes changes of the original model by its functions, such as hooks.
 
     Yields:
-        What refuses tensors there: a run of a stage, which is a copy, would not have them.
+        A function that raises if the original model has got new tensors, because the stages, which
+        are copies, would not have them.
     """
     watch, known = Watch(model, (), {}), {id(x) for x in enclosed(leaves_of(model))}
 

@@ -1,13 +1,13 @@
-"""Layers: the modules of a model that are never cut, each of which is on a stage as a whole.
+"""Layers: the modules of a model that are never cut; each of them is on one stage as a whole.
 
-[Note: layers] A module that stands in an ``nn.ModuleList`` or ``nn.Sequential`` is a layer, and so
-is one that transformers must not split. What is inside of a layer does not count. Beside layers,
-any module with parameters, with buffers that are saved, or with dropout is a layer: embeddings,
-norms, heads. All other code of the model is glue, and runs on every stage that needs its results.
-Glue must not hold what a checkpoint has, and must not draw random numbers for several stages.
+[Note: layers] A module in an ``nn.ModuleList`` or ``nn.Sequential`` is a layer, and also a module
+that transformers must not split. Modules inside of a layer are no layers. Any other module with
+parameters, with saved buffers or with dropout is a layer, too: embeddings, norms, heads. All other
+code of the model is glue, and runs on every stage that needs its results. Glue must not hold
+tensors of a checkpoint, and must not draw random numbers for several stages.
 
-An ``nn.Sequential`` has no glue. So its layers are known without a run, and a stage is again an
-``nn.Sequential``, of some of them.
+The layers of an ``nn.Sequential`` are known without a run, because it has no glue. A stage is again
+an ``nn.Sequential``, of some of these layers.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _DROPOUTS = (
 
 @dataclass(frozen=True)
 class Part:
-    """A stage of a cut: a module and the names of its ends.
+    """A stage of a cut: a module and the names of its inputs and outputs.
 
     Attributes:
-        module: Takes the values of `inputs` by position and what a step is given by name.
-        inputs: Names of values that earlier stages make.
-        outputs: Names of values that later stages take. Of the last stage: names of what the model
-            returns.
+        module: The stage's module; accepts the values of `inputs` by position, and the batch of a
+            step by name.
+        inputs: Names of values from earlier stages.
+        outputs: Names of values for later stages; on the last stage, names of the model's outputs.
         used: Names of parameters and buffers that code between layers uses here.
-        beside: Of the last stage: names of losses, and of what they are made of, that it can
-            compute beside these.
+        beside: On the last stage, names of further outputs: losses, and router logits from which a
+            loss is computed.
     """
 
     module: nn.Module
@@ -82,9 +82,9 @@ def layers_of(model: nn.Module, num_stages: int) -> dict[str, nn.Module]:
 def _layers_in(
     module: nn.Module, name: str, depth: int, unsplittable: Collection[str], seen: set[int]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the layers inside of a module of this name that is no layer itself.
+    """Yields the layers inside of a module, by name; `name` is the module's own name.
 
-    Layers are `depth` lists deep. A module that was `seen` counts under its first name alone.
+    Layers are `depth` lists deep. A module that is `seen` counts only under its first name.
     """
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
@@ -107,7 +107,7 @@ def _layers_in(
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """True if a module can be called, or holds tensors; else it is a place for modules alone."""
+    """True if a module can be called, or holds tensors; otherwise it only contains modules."""
     if isinstance(module, _WITHOUT_FORWARD):
         return False
     return type(module).forward is not nn.Module.forward or bool(_own_tensors(module))
@@ -120,7 +120,7 @@ def is_weighty(module: nn.Module) -> bool:
 
 def has_state(module: nn.Module) -> bool:
     """True if a module has parameters, or buffers that are saved."""
-    # state_dict() would say the same, and the layers of an earlier cut refuse it.
+    # No call of state_dict(), because the layers of an earlier cut raise there.
     return next(module.parameters(), None) is not None or any(
         buffer is not None and name not in part._non_persistent_buffers_set
         for part in module.modules()
@@ -137,7 +137,8 @@ def sequential_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns the layers of an nn.Sequential, by name and in order. A layer may be there twice.
 
     Raises:
-        TopologyError: If it is anything else, or has more than these: stages would lose the rest.
+        TopologyError: If it is no nn.Sequential, or if it also holds tensors itself, because stages
+            would lose them.
     """
     if not is_sequential(model):
         raise TopologyError(
@@ -159,7 +160,7 @@ def sequential_parts(
     """Returns the stages of an nn.Sequential. Nothing is copied: stages share its layers."""
     parts = list[Part]()
     for start, end in pairwise([0, *starts, len(named)]):
-        # It is not model[start:end], which would call the constructor of a subclass.
+        # Not model[start:end], because this would call the constructor of a subclass.
         module = nn.Sequential(OrderedDict(named[start:end]))
         module.training = model.training  # layers keep their own modes
         parts.append(Part(module, ("x",), ("x",)))
@@ -167,6 +168,6 @@ def sequential_parts(
 
 
 def _own_tensors(module: nn.Module) -> list[str]:
-    """Returns the names of what a module holds itself, and not in a layer."""
+    """Returns the names of the tensors that a module holds itself."""
     parameters = module.named_parameters(recurse=False)
     return [name for name, _ in (*parameters, *module.named_buffers(recurse=False))]

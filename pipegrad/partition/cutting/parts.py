@@ -1,7 +1,7 @@
 """Structural: a model cut between its layers, whose own code runs on every stage.
 
-Shapes stay free: a stage computes masks, positions and whatever else stands between layers from the
-batch that it is given. See [Note: flow] and [Note: stage modules].
+Batches may have any shape, because each stage computes masks, positions and all other values
+between layers from its own batch. See [Note: flow] and [Note: stage modules].
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipegrad.partition.cutting.stage_module import OwnLayer, Run, StageModule
 from pipegrad.partition.cutting.stand_ins import filled, other_layer
 
 _COPIED = (nn.Module, partial, WrappedHook)
-Edges = Sequence[tuple[int, int]]  # of each stage: its first call, and the call behind its last one
+Edges = Sequence[tuple[int, int]]  # for each stage: its first call, and the call after its last one
 
 
 def parts_of(
@@ -51,7 +51,7 @@ def parts_of(
     _check_forwards(model)
     written = _written(layers, calls)
     described = {name: _described(layer, written) for name, layer in layers.items()}
-    # Stages copy modules, and methods and hooks that hold some. All else is the model's.
+    # Stages copy modules, and methods and hooks that hold modules. They share all other objects.
     held = {
         id(x): x for x in leaves_of(model) if not isinstance(getattr(x, "__self__", x), _COPIED)
     }
@@ -82,7 +82,7 @@ def _union(origins: Iterable[Origin]) -> Origin:
 
 
 def _written(layers: Mapping[str, nn.Module], calls: Sequence[Call]) -> dict[int, object]:
-    """Returns by id what layers write into: all stages, and their placeholders, have the same."""
+    """Returns by id the objects into which layers write; all stages share them."""
     written = dict[int, object]()
     for call in calls:
         roots = {"modules": dict(layers[call.layer].named_modules())}
@@ -100,9 +100,10 @@ def _stage_module(
     *,
     shared: Mapping[int, object],
 ) -> nn.Module:
-    """Returns a copy of the model with the layers `here`, and stand-ins for the others.
+    """Returns a copy of the model with the layers `here`, and placeholders of the others.
 
-    Its layers have the tables of tensors of the model's: what FSDP2 puts there is in both.
+    Its layers share their tables of tensors with the model's layers, because a tensor that FSDP2
+    puts there must be in both.
     """
     memo, standing = dict(shared), list[tuple[nn.Module, nn.Module]]()
     for name in [name for name in layers if name not in here]:
@@ -111,7 +112,7 @@ def _stage_module(
         others = other_layer(name, described[name], run, lost)
         standing += [(parts[path], other) for path, other in others.items()]
     memo |= {id(part): other for part, other in standing}
-    for name in here:  # what is inside of them stays, also if other layers hold it
+    for name in here:  # keep all modules inside of them, also if other layers hold them
         for part in layers[name].modules():
             memo.pop(id(part), None)
             memo |= {id(table): table for table in (part._parameters, part._buffers)}
@@ -124,7 +125,7 @@ def _stage_module(
     for name, layer in run.layers.items():
         vars(layer)["_pipegrad_run"] = run, name, described[name]
     vars(module)["_pipegrad_run"] = run
-    if not run.is_last:  # hooks of the model see what it returns, which only the last stage has
+    if not run.is_last:  # hooks of the model need its result, which only the last stage has
         for table in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
             vars(module)[table] = OrderedDict[int, object]()
     return module
@@ -134,7 +135,7 @@ def _described(layer: nn.Module, written: Mapping[int, object]) -> nn.Module:
     """Returns a layer without memory."""
     result = without_memory(layer, dict(written))
     for part in result.modules():
-        part._forward_hooks.clear()  # they would hear runs that are no forwards
+        part._forward_hooks.clear()  # because this layer runs outside of forwards, too
     return result
 
 
@@ -143,8 +144,8 @@ def _uncalled(
 ) -> set[str]:
     """Returns the layers of a stage that the model does not call.
 
-    One whose parameters called layers hold is another name for these: it is where they are. Any
-    other one is on the first stage.
+    If called layers hold all parameters of such a layer, it is on the stages with these parameters.
+    Otherwise it is on the first stage.
     """
     called = {call.layer for call in calls}
     here = {call.layer for call in calls[slice(*edges[stage])]}
@@ -175,7 +176,7 @@ def _check_draws(calls: Sequence[Call], edges: Edges, origins: Sequence[Origin])
 def _check_forwards(model: nn.Module) -> None:
     """Refuses modules whose forward would run code of the uncut model in a copy."""
     for part in model.modules():
-        forward = vars(part).get("forward")  # peft may hand on to the model inside
+        forward = vars(part).get("forward")  # peft may set it to a method of the inner model
         is_copied = isinstance(getattr(forward, "__self__", forward), _COPIED)
         if (forward and not is_copied) or hasattr(part, "_orig_mod"):
             raise TopologyError(
@@ -191,10 +192,12 @@ def _place_parameters(
     layers: Mapping[str, nn.Module],
     used: Collection[str],
 ) -> None:
-    """Gives a stage those parameters that belong to no layer of it.
+    """Gives a stage the used parameters that are in none of its layers.
 
-    Code outside of layers may use a parameter of a layer itself on several stages, and so a tied
-    one. It is refused if it uses what else is inside of a layer of another stage.
+    Code outside of layers may use a layer's direct parameter on several stages.
+
+    Raises:
+        TopologyError: If it uses a buffer or an inner parameter of another stage's layer.
     """
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     held = {id(parameter) for layer in here for parameter in layers[layer].parameters()}
@@ -217,7 +220,7 @@ def _place_parameters(
             if first_names[id(parameter)] in used:
                 part._parameters[name] = parameter
             elif layer is None:
-                # The stage does not use it. Code may still ask for its shape.
+                # The stage does not use its values. Code may still read its shape.
                 del part._parameters[name]
                 device = torch.device("cpu" if parameter.is_meta else parameter.device)
                 vars(part)[name] = filled(parameter.shape, parameter.dtype, device)

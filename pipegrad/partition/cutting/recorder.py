@@ -1,6 +1,6 @@
-"""ModelRecorder: sees every operator of a run of the model, and every call of a layer.
+"""ModelRecorder: records every operator of a run of the model, and every call of a layer.
 
-What it records, and why, is in [Note: flow] in `flow`.
+[Note: flow] in `flow` describes the recorded values, with reasons.
 """
 # ruff: noqa: ANN401 - layers and operators take and return values of any type
 
@@ -65,13 +65,13 @@ class RecordedLayer(nn.Module):
 
 @dataclass
 class _Known:
-    """A tensor outside of layers. It is kept alive, so its id and storage are not used again.
+    """A tensor outside of layers. It is kept alive, because its id and storage are keys.
 
     Attributes:
         tensor: The tensor.
-        origin: What it was computed from.
-        source: The output of a layer that it is; None if it is none.
-        is_heard: Whether it is what a hook heard.
+        origin: The values from which it was computed.
+        source: The layer's output that it is; None if it is none.
+        is_heard: True if a hook got it.
     """
 
     tensor: Tensor
@@ -86,12 +86,12 @@ class _Running:
 
     Attributes:
         layer: Its name.
-        reads: What it reads was computed from.
-        inputs: What it was given, by storage. It runs on clones of that.
-        clones: The same, by id of the clone.
-        known: Storages that it made, and those of what else it has read.
-        overwritten: Those of `inputs` into which it wrote.
-        flops: What it has computed.
+        reads: The values from which all tensors that it reads were computed.
+        inputs: Storage of a clone -> the original input. The layer runs on clones of its inputs.
+        clones: Id of a clone -> the original input.
+        known: Storages that it made, and storages of other tensors that it has read.
+        overwritten: Keys of `inputs` into which it wrote.
+        flops: Floating-point operations so far.
     """
 
     layer: str
@@ -104,12 +104,9 @@ class _Running:
 
 
 class ModelRecorder(TorchDispatchMode):
-    """Sees every operator, and every call of a layer.
+    """Records every operator, and every call of a layer.
 
-    Attributes:
-        written: As in `Flow`.
-        writes_inputs: As in `Flow`.
-        is_heard: As in `Flow`.
+    `Flow` describes `written`, `writes_inputs` and `is_heard`.
     """
 
     def __init__(
@@ -133,14 +130,14 @@ class ModelRecorder(TorchDispatchMode):
         self._changes: list[tuple[nn.Module, Changes]] = []  # of each call
         self._running: _Running | None = None
         self._function = ""  # the autograd function that runs outside of layers
-        self._is_quiet = False  # what runs is the recorder's own
+        self._is_quiet = False  # True while the recorder's own code runs
         self._known: dict[int, _Known] = {}  # by id of a tensor
-        # By storage: a write into a view changes all tensors of its memory.
+        # By storage, because a write into a view changes all tensors of its memory.
         self._by_storage = defaultdict[int, list[_Known]](list)
-        # By storage: the layer that made it of what it was given or holds, or wrote into it.
-        # No key is used again as long as there is a weak reference.
+        # Storage -> the layer that made it from its inputs or parameters, or wrote into it, and a
+        # weak reference, because a key is not used again while there is one.
         self._makers: dict[int, tuple[str, object]] = {}
-        # What code decided by the values of tensors: everything behind it depends on these.
+        # Origin of values that decided branches of the code: all later values depend on it.
         self._decided = Origin()
         self._num_draws = 0
         self.written = set[Source]()
@@ -175,7 +172,8 @@ class ModelRecorder(TorchDispatchMode):
             self._num_draws += 1
             origin |= Origin(draws=frozenset({self._num_draws}))
         if torch.Tag.data_dependent_output in func.tags and not _tensors(result):
-            # A grid of images decides about all behind it, and is no input of all that.
+            # Without inputs, because for example a grid of images decides about all later layers,
+            # and is no input of all these.
             self._decided |= replace(origin, inputs=frozenset())
         for tensor in _tensors(result):
             self._set(tensor, origin)
@@ -185,12 +183,12 @@ class ModelRecorder(TorchDispatchMode):
 
     @contextmanager
     def noticing_functions(self) -> Iterator[None]:
-        """Notices autograd functions of the model's: layers inside of them run without a graph."""
+        """Notes the model's autograd functions, because layers run without a graph inside."""
         original: Any = vars(torch.autograd.Function)["apply"].__func__
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             outer = self._function
-            # It runs its layers again in backward, with a graph.
+            # Except checkpoints, because they run their layers again in backward, with a graph.
             self._function = "" if cls is CheckpointFunction else cls.__name__
             try:
                 return original(cls, *args, **kwargs)
@@ -232,14 +230,14 @@ class ModelRecorder(TorchDispatchMode):
         followed, lost = _followed(name, changes)
         handed = [tree_flatten(values) for _, values in followed]
         every = [*leaves, *(leaf for more, _ in handed for leaf in more)]
-        for tensor in _tensors(every):  # what is handed on unread
+        for tensor in _tensors(every):  # inputs that are outputs, and that it did not read
             if (unread := running.inputs.get(_key(tensor))) is not None:
                 running.reads |= self._origin_of(unread)
         _refuse_overwritten(running.reads)
         written = {id(x) for x in overwritten}
         unchanged = {key: x for key, x in running.clones.items() if id(x) not in written}
         number, before = len(self._calls), sum(call.layer == name for call in self._calls)
-        # Where each tensor stands first, by id.
+        # Id of each tensor -> index of its first leaf.
         first = {id(x): i for i, x in reversed([*enumerate(every)]) if isinstance(x, Tensor)}
         self._calls.append(
             Call(
@@ -266,7 +264,7 @@ class ModelRecorder(TorchDispatchMode):
             for tensor in _tensors(more):
                 source = Source(number, first[id(tensor)])
                 self._set(tensor, Origin(frozenset({source})), source, is_heard=change.is_heard)
-        # Code behind the layer gets tensors of its own: a layer may return what it was given.
+        # Code after the layer gets new tensors, because a layer may return its input.
         with self._quietly():
             others = {id(x): x.detach() for x in _tensors(leaves)}
         for key, tensor in others.items():
@@ -284,7 +282,7 @@ class ModelRecorder(TorchDispatchMode):
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> tuple[object, Changes]:
-        """Runs a layer on clones, in a graph. Returns what it returns, and what it changes."""
+        """Runs a layer on clones, in a graph. Returns its result and its changes."""
 
         def clone(tensor: Tensor) -> Tensor:
             copied = _copy(tensor)
@@ -300,8 +298,8 @@ class ModelRecorder(TorchDispatchMode):
         with watch.listening(), torch.enable_grad():
             returned = function(*args, **kwargs)
         changes = watch.changes()
-        # Hooks of transformers collect what a module returns, whatever the model makes of it: it
-        # may also ask whether there is something.
+        # Always true with hooks of transformers, because they collect results of modules, and the
+        # model may test whether there are any without using their values.
         self.is_heard |= any(
             getattr(hook, "__module__", "").startswith("transformers.")
             for part in layer.modules()
@@ -311,7 +309,7 @@ class ModelRecorder(TorchDispatchMode):
         return returned, changes
 
     def calls(self) -> tuple[Call, ...]:
-        """Returns the calls, with what code behind them took out of their containers again."""
+        """Returns the calls, with `Call.cleared`: changes that later code has undone."""
         calls = list[Call]()
         for call, (layer, changes) in zip(self._calls, self._changes, strict=True):
             roots = roots_of(layer, (), {})
@@ -326,7 +324,7 @@ class ModelRecorder(TorchDispatchMode):
         return tuple(calls)
 
     def seen(self, returned: object) -> tuple[dict[str, Origin], frozenset[str]]:
-        """Returns what results of a model were computed from, by name, and which are no tensors."""
+        """Returns the origin of each of a model's outputs by name, and names of nested outputs."""
         _refuse_overwritten(self._origin_of(returned))
         made: dict[str, object] = {f"output{i}": x for i, x in enumerate(_tensors(returned))}
         if isinstance(returned, Tensor):
@@ -337,9 +335,10 @@ class ModelRecorder(TorchDispatchMode):
         return origins, frozenset(name for name, x in made.items() if not isinstance(x, Tensor))
 
     def refuse_new_buffers(self) -> None:
-        """Refuses code outside of layers that put other tensors instead of buffers.
+        """Refuses code outside of layers that has replaced buffers by other tensors.
 
-        A buffer that is not saved may be made anew, if it does not depend on layers: a cache.
+        A buffer that is not saved may be replaced if its value does not depend on layers, because
+        it is a cache.
         """
         saved = self._model.state_dict(keep_vars=True)
         for name, buffer in self._model.named_buffers():
@@ -370,7 +369,7 @@ class ModelRecorder(TorchDispatchMode):
         return origin
 
     def _read(self, running: _Running, values: object) -> None:
-        """Records what an operator inside of a layer reads, however the layer came by it."""
+        """Records the inputs of an operator inside of a layer, also if they are no arguments."""
         for tensor in _tensors(values):
             key = _key(tensor)
             if key in running.inputs:
@@ -380,7 +379,7 @@ class ModelRecorder(TorchDispatchMode):
                 running.known |= {key} - {0}
 
     def _computed(self, running: _Running, inputs: object, result: object, written: object) -> None:
-        """Records into which memory an operator inside of a layer wrote, but for a constant."""
+        """Records the memory into which an operator inside of a layer wrote, except constants."""
         before = _keys(inputs)
         running.known |= _keys(result) - before
         running.overwritten |= _keys(written) & running.inputs.keys()
@@ -426,9 +425,9 @@ class ModelRecorder(TorchDispatchMode):
 
 @contextmanager
 def _saved(layer: nn.Module) -> Iterator[dict[int, int]]:
-    """Yields the bytes of each storage that autograd keeps for a backward of what runs inside.
+    """Yields the bytes of each storage that autograd saves for backward inside of the context.
 
-    Parameters of the layer do not count.
+    The layer's parameters do not count.
     """
     saved, alive = dict[int, int](), list[object]()
 
@@ -445,15 +444,15 @@ def _saved(layer: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def _followed(layer: str, changes: Changes) -> tuple[Changes, frozenset[tuple[str, str]]]:
-    """Returns what a layer changes that can be done elsewhere, and which attributes it loses.
+    """Returns the changes that placeholders of a layer can repeat, and the attributes they lose.
 
-    An attribute that is no tensor, such as a counter, is the layer's own affair. It depends on
-    what was before.
+    An attribute that is no tensor, such as a counter, cannot be repeated, because it depends on its
+    former value.
     """
     followed, lost = list[tuple[Change, list[Any]]](), set[tuple[str, str]]()
     for change, values in changes:
         if change.is_heard:
-            # No object that has others inside: hooks elsewhere could not hear these.
+            # Without objects that hold others, because other stages cannot pass these to hooks.
             plain = tree_map(
                 lambda x: x if isinstance(x, Tensor | nn.Module) or not contents_of(x) else None,
                 values,
@@ -485,7 +484,10 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _in_places(args: Any) -> Any:
-    """Returns arguments of an index with the places of a mask, which fake tensors cannot count."""
+    """Returns arguments of an index operator with the indices of each mask instead of the mask.
+
+    Fake tensors need them, because the number of a mask's elements depends on values.
+    """
     tensor, indices, *values = args
     places = [
         place
@@ -502,7 +504,7 @@ def _in_places(args: Any) -> Any:
 
 
 def _direct(values: tuple[object, ...]) -> list[Tensor]:
-    """Returns the tensors that a layer is given itself; of those in containers it may read none."""
+    """Returns tensors in values and tuples; other containers may hold tensors that stay unread."""
     return [
         x
         for value in values
@@ -512,7 +514,7 @@ def _direct(values: tuple[object, ...]) -> list[Tensor]:
 
 
 def _key(tensor: Tensor) -> int:
-    """Returns that of a tensor's storage; 0 of one that has none, such as a sparse one."""
+    """Returns the key of a tensor's storage; 0 if it has none, such as a sparse tensor."""
     return storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
 
 
@@ -521,7 +523,7 @@ def _keys(values: object) -> set[int]:
 
 
 def _refuse_hidden(layer: str, verb: str, values: object) -> None:
-    """Refuses tensors inside of objects in which torch does not look for tensors."""
+    """Refuses tensors inside of objects that are no pytrees, because torch does not see them."""
     for leaf in tree_flatten(values)[0]:
         inside = fields_of(leaf) or getattr(leaf, "__dict__", None) or {}
         if not isinstance(leaf, Tensor | nn.Module) and _tensors([*inside.values()]):
@@ -533,7 +535,7 @@ def _refuse_hidden(layer: str, verb: str, values: object) -> None:
 
 
 def _refuse_overwritten(origin: Origin) -> None:
-    """Refuses values that a layer has changed in place, behind that layer."""
+    """Refuses the use of values that a layer has changed in place."""
     if origin.writers:
         raise TopologyError(
             f"layers {sorted(origin.writers)} change a tensor in place that they are given, and "
@@ -558,13 +560,13 @@ def _output(
     *,
     given: Tensor | None,
 ) -> Output:
-    """Returns how to tell a leaf; `given` is the input that it is, if it is one."""
+    """Returns the description of a leaf; `given` is the input that it is, if it is one."""
     if not isinstance(leaf, Tensor):
         return Output(value=leaf)
     same = first[id(leaf)] if first[id(leaf)] < number else None
     tensors = [(i, x) for i, x in enumerate(inputs) if isinstance(x, Tensor)]
     at = [i for i, x in tensors if x is given]
-    # Most layers keep the shape of hidden states. Masks have other lengths in chunks of time.
+    # Most layers keep the shape of hidden states. Masks have other lengths in sequence chunks.
     alike = [i for i, x in tensors if x.shape == leaf.shape and x.is_floating_point()]
     like = next(iter([*at, *alike]), None)
     return Output(shape=leaf.shape, dtype=leaf.dtype, like=like, is_input=bool(at), same=same)

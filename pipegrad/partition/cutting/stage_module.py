@@ -1,23 +1,24 @@
-"""Stage modules: the uncut model's own code, in which other stages' layers only stand.
+"""Stage modules: the uncut model's own code, with placeholders of other stages' layers.
 
 [Note: stage modules] A stage module is a shallow copy of the uncut model, of its class, with its
-names. Its forward is the model's. The layers of the stage are there. In the place of each other
-layer stands a module without parameters, which computes nothing:
+names. Its forward is the model's. It has the layers of the stage. Each other layer is replaced by a
+placeholder: a module without parameters, which computes nothing. The placeholder returns:
 
-- An output that the stage needs was received, and is returned.
-- An output that is an argument of the layer is that argument, such as the lengths of texts.
-- Any other output is filled with nan. The code between layers may ask for its shape, dtype and
-  device. If a result depended on its values in spite of [Note: flow], the loss would be nan.
+- A received value, for an output that the stage needs.
+- The argument, for an output that is an argument of the layer, such as the lengths of texts.
+- A tensor filled with nan, for any other output. The code between layers may read its shape, dtype
+  and device. If a result depended on its values in spite of [Note: flow], the loss would be nan.
 
-The forward ends behind the last layer of the stage, by an exception. So a stage runs the code
-before its first layer, such as the making of masks, but nothing behind its last one.
+An exception ends the forward after the last layer of the stage. The stage therefore runs the code
+before its first layer, such as the making of masks, but no code after its last one.
 
-[Note: skipped layers] The code skips the layers of an input that it is not given, such as those
-that see images. So a call may be left out if all inputs of the sample that it was computed of are
-missing. All ranks have the same batch, so all of them skip the same calls, and no later stage reads
-what these would have made. One number crosses in its place, with a gradient if the value has one in
-other microbatches: the schedule knows of each value that it always or never has one. Any other call
-that does not come is refused: it may be left out at random.
+[Note: skipped layers] A model's code skips the layers of a missing input. For example, it skips an
+image encoder if there are no images. Therefore a forward may skip a call if it lacks all those
+inputs of the sample from which the call was computed. All ranks skip the same calls, because they
+have the same batch, and no later stage reads the missing outputs. One number travels instead of
+such an output, with a gradient if the output has one in other microbatches, because in the schedule
+each value has a gradient always or never. Any other missing call raises `StepError`, because it may
+be skipped at random.
 """
 # ruff: noqa: ANN401 - layers take and return anything
 
@@ -55,9 +56,9 @@ CPU = torch.device("cpu")
 
 
 class _StageEndedError(BaseException):
-    """Leaves the model's forward behind the last layer of a stage.
+    """Leaves the model's forward after the last layer of a stage.
 
-    It is no Exception: code of a model may catch all of these, and would go on.
+    It is no Exception, because code of a model may catch every Exception and continue.
     """
 
 
@@ -65,9 +66,9 @@ class Run:
     """The forward of one stage, while it runs.
 
     Attributes:
-        flow: The argument.
-        first: The argument.
-        layers: Those of the stage, by name. Their tensors say where it is.
+        flow: The recorded run of the uncut model.
+        first: Index of the stage's first call.
+        layers: Layers of the stage, by name. Their tensors determine its device.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class Run:
         self._by_value = set[int]()  # calls whose shapes depend on values of integers
         self._number: int | None = None  # of the next call; None outside of a forward
         self._inside = ""  # the layer that runs now
-        self._missing = frozenset[str]()  # inputs of the sample that this forward has not
+        self._missing = frozenset[str]()  # inputs of the sample that this forward lacks
         self._given = set[str]()  # tensors that it has
-        self._undo = list[Callable[[], None]]()  # what stand-ins changed in this forward
+        self._undo = list[Callable[[], None]]()  # undo changes by placeholders in this forward
 
     @property
     def is_running(self) -> bool:
@@ -103,11 +104,10 @@ class Run:
 
     @contextmanager
     def forward(self, edges: Sequence[Tensor], batch: Mapping[str, object]) -> Iterator[None]:
-        """Takes what the stage receives, and what the model is given, for one forward.
+        """Holds the received values and the state of one forward inside of the context.
 
         Raises:
-            StepError: If it is not as much as the stage takes, or if the model called fewer layers
-                than it was cut for.
+            StepError: If the number of `edges` is not the stage's number of inputs.
         """
         if len(edges) != len(self._inputs):
             names = [self.flow.calls[source.call].name_of(source.leaf) for source in self._inputs]
@@ -127,11 +127,7 @@ class Run:
             self._values = {}
 
     def results(self, module: nn.Module) -> Tensor | tuple[Tensor, ...]:
-        """Returns what the stage sends.
-
-        Args:
-            module: The stage.
-        """
+        """Returns the outputs of the stage, whose module is `module`."""
         if self._missing:
             sent = tuple(self._unskipped(source, module) for source in self._outputs)
         else:
@@ -139,7 +135,7 @@ class Run:
         return sent[0] if len(sent) == 1 else sent
 
     def _unskipped(self, source: Source, module: nn.Module) -> Tensor:
-        """Returns an output, or what stands for it if its call was skipped."""
+        """Returns an output, or one number if its call was skipped."""
         value = self._values.get(source)
         if value is None:
             dtype = self.flow.calls[source.call].outputs[source.leaf].dtype
@@ -148,7 +144,7 @@ class Run:
         is_real = value.is_floating_point() or value.is_complex()
         if not is_real or value.requires_grad or not torch.is_grad_enabled():
             return value
-        # A clone: a schedule that splits backwards takes leaves for parameters.
+        # A clone, because a schedule that splits backwards treats leaves as parameters.
         is_trained = source.call in self._trained(module)
         return value.detach().requires_grad_().clone() if is_trained else value
 
@@ -165,7 +161,7 @@ class Run:
         return trained
 
     def enter(self, layer: str) -> int | None:
-        """Returns the number of a layer's call; None if it is none that counts."""
+        """Returns the number of a layer's call; None outside of a forward or inside of a layer."""
         if self._number is None or self._inside:
             return None
         begin, number = self._number, self._number_of(layer, self._number)
@@ -177,15 +173,12 @@ class Run:
         return number
 
     def _number_of(self, layer: str, begin: int) -> int:
-        """Returns the number of a layer's call, behind those that this forward skips.
-
-        See [Note: skipped layers].
-        """
+        """Returns the number of a layer's call, after skipped calls; see [Note: skipped layers]."""
         calls, inputs, ahead = self.flow.calls, self.flow.inputs, begin
         while ahead < len(calls) and inputs[ahead] and inputs[ahead] <= self._missing:
             ahead += 1
-        # A layer may be called for several inputs. The call that has its input comes first, but a
-        # model may also make up for one that is missing.
+        # A layer may be called for several inputs. The expected call is the first one whose input
+        # is there, but a model may also compute a replacement of a missing input.
         expected = calls[ahead].layer if ahead < len(calls) else "no further layer"
         skipped = [call.layer for call in calls[begin:ahead]]
         if layer not in (expected, *skipped):
@@ -193,7 +186,7 @@ class Run:
         return ahead if layer == expected else begin + skipped.index(layer)
 
     def _refused(self, layer: str, expected: str) -> StepError:
-        """Returns what refuses a call that was another one at the cut."""
+        """Returns the error for a call that was another one at the cut."""
         more = sorted(x for x in self._given - self.flow.sample.keys() if not x.endswith("labels"))
         lacks = f". That example had no {more}" if more else ""
         return StepError(
@@ -239,7 +232,7 @@ class Run:
     def _changed(
         self, call: Call, layer: nn.Module, values: Sequence[list[Any]], wanted: Set[int]
     ) -> list[Any]:
-        """Returns the leaves of what a layer changed, of which other stages read those wanted."""
+        """Returns the leaves of a layer's changes; other stages read the leaves in `wanted`."""
         leaves = list[Any]()
         for change, structure, value in zip(call.changes, call.structures, values, strict=True):
             changed, spec = tree_flatten(value)
@@ -255,7 +248,7 @@ class Run:
                     f"when the model was cut, and another stage reads it: cut the model in the "
                     f"mode, and with the arguments, of the steps"
                 )
-            # A layer that hands this on in training alone: nobody should read it now.
+            # Filled, because a layer that changes this only in training has no reader now.
             leaves += [
                 self._filled(output.shape, output, ()) if output.shape is not None else output.value
                 for output in known
@@ -265,12 +258,12 @@ class Run:
     def other(
         self, number: int, standing: nn.Module, described: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        """Returns what stands for the outputs of a layer of another stage, and does its changes."""
+        """Applies the changes of another stage's layer; returns placeholders of its outputs."""
         call = self.flow.calls[number]
         inputs = tree_flatten((args, kwargs))[0]
         computed = partial(self._computed, number, described, args, kwargs)
         leaves = list[Any]()
-        # All shapes come first: a change may be of what the next shape is computed of.
+        # Compute all shapes first, because a change may be in an input of the next shape.
         for leaf in range(len(call.outputs) if self.flow.is_heard else call.num_returned):
             leaves.append(self._leaf(Source(number, leaf), inputs, leaves, computed))
         end = call.structure.num_leaves
@@ -280,12 +273,12 @@ class Run:
         for change, structure in zip(call.changes, call.structures, strict=True):
             at, end = end, end + structure.num_leaves
             if end > len(leaves):
-                break  # nobody reads what hooks hear
+                break  # no code reads the values of hooks
             values = leaves[at:end]
             tensors = [i for i in range(at, end) if isinstance(leaves[i], Tensor)]
             is_received = all(Source(number, i) in self._values for i in tensors)
             if is_own and change.is_inside and not is_received:
-                continue  # what the layer remembers on this stage
+                continue  # the layer is on this stage, and keeps its own state
             back = apply(change, structure.unflatten(values), find(roots, change.path))
             if change.is_inside and not is_own:
                 self._undo.append(back)
@@ -298,7 +291,7 @@ class Run:
         before: Sequence[object],
         computed: Callable[[], list[Any]],
     ) -> object:
-        """Returns what stands for an output, behind the outputs `before` it."""
+        """Returns the placeholder of an output; `before` has the outputs before it."""
         call = self.flow.calls[source.call]
         output = call.outputs[source.leaf]
         if (received := self._values.get(source)) is not None:
@@ -306,7 +299,7 @@ class Run:
         if output.same is not None:
             return before[output.same]
         if output.shape is None:
-            # A number may be a size of the batch, but for one that a layer gives to its own parts.
+            # A number may be a size of the batch, except the arguments of a layer's own hooks.
             is_size = isinstance(output.value, Number) and source.leaf < call.num_returned
             return computed()[source.leaf] if is_size else output.value
         is_told = output.like is not None and len(inputs) == call.num_inputs
@@ -328,9 +321,9 @@ class Run:
         return value.clone() if source in self.flow.written else value
 
     def _computed(self, number: int, described: nn.Module, args: Any, kwargs: Any) -> list[Any]:
-        """Returns what `computed_leaves` returns, once for each shape of the inputs.
+        """Returns the result of `computed_leaves`, which runs once for each shape of the inputs.
 
-        A run of the layer on fake tensors takes longer than a forward of a small layer.
+        Results are kept, because a run on fake tensors takes longer than a small layer's forward.
         """
         inputs = tree_flatten((args, kwargs))[0]
         key: tuple[object, ...] = (number, *map(_kind_of, inputs))
@@ -343,18 +336,18 @@ class Run:
             found, needs_values = computed_leaves(call, described, args, kwargs)
             if needs_values and number not in self._by_value:
                 self._by_value.add(number)
-                return found  # the next one has a key of values
+                return found  # the next call has a key with values
             self._shapes[key] = found
         return self._shapes[key]
 
     def _filled(self, shape: Sequence[int], output: Output, inputs: Sequence[Tensor]) -> Tensor:
-        """Returns what stands for an output that the stage does not need."""
+        """Returns a filled tensor for an output that the stage does not need."""
         assert output.dtype is not None
         dtype = self.dtype_of(output.dtype, inputs)
         return filled(shape, dtype, inputs[0].device if inputs else self.device)
 
     def dtype_of(self, dtype: torch.dtype, inputs: Sequence[Tensor]) -> torch.dtype:
-        """Returns the dtype of what had one at the cut: the stage may have been converted."""
+        """Returns the dtype now for a dtype at the cut: the stage may have been converted."""
         if not dtype.is_floating_point:
             return dtype
         near = (*inputs, *self._values.values())
@@ -362,12 +355,12 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where the stage is."""
+        """The device of the stage."""
         held = (tensor for layer in self.layers.values() for tensor in layer.parameters())
         return next((x.device for x in (*self._values.values(), *islice(held, 1))), CPU)
 
     def refused_inside(self, layer: str) -> StepError:
-        """Returns what refuses a call of a layer of another stage by anything but the model."""
+        """Returns the error for a call of another stage's layer that no placeholder can serve."""
         if self._inside:
             return StepError(
                 f"layer {self._inside!r} calls layer {layer!r}, which is on another stage: cut the "
@@ -389,7 +382,7 @@ class OwnLayer(nn.Module):
     """A layer of the stage."""
 
     def _pipegrad_call(self, call: Any, args: Any, kwargs: Any) -> Any:
-        """Runs the layer, or returns what an earlier stage has computed by it."""
+        """Runs the layer, or returns the outputs of an earlier stage's call."""
         run, layer, described = vars(self)["_pipegrad_run"]
         number = run.enter(layer)
         if number is None:
@@ -403,11 +396,11 @@ class StageModule(nn.Module):
     """The uncut model on one stage."""
 
     def forward(self, *edges: Tensor, **batch: object) -> Any:
-        """Returns what the stage sends; on the last stage what the model returns."""
+        """Returns the outputs of the stage; on the last stage, the outputs of the model."""
         run: Run = vars(self)["_pipegrad_run"]
         if run.flow.writes_inputs:
-            # All stages of a rank are given the same tensors, and a recomputed forward, too.
-            copied = cache(Tensor.clone)  # what is given twice stays one
+            # Clone, because all stages of a rank, and a recomputed forward, get the same tensors.
+            copied = cache(Tensor.clone)  # one clone for a tensor that is there twice
             batch = tree_map(lambda x: copied(x) if isinstance(x, Tensor) else x, batch)
         with run.forward(edges, batch):
             try:
@@ -420,9 +413,9 @@ class StageModule(nn.Module):
 
 
 def _differs(call: Call, result: object) -> StepError:
-    """Returns what refuses a result with other tensors than at the cut.
+    """Returns the error for a result with other tensors than at the cut.
 
-    Stages that lack the layer would go on with those of the cut.
+    It is an error, because stages without the layer would continue with the tensors of the cut.
     """
     found, structure = tree_flatten(result)
     known = [x.value if x.shape is None else True for x in call.outputs]
@@ -435,7 +428,7 @@ def _differs(call: Call, result: object) -> StepError:
 
 
 def _in_words(leaves: Sequence[object], structure: TreeSpec) -> str:
-    """Returns what a layer returns, without values."""
+    """Returns the structure of a layer's result in words, without values."""
     words = [
         None if x is None else "tensor" if x is True or isinstance(x, Tensor) else "other"
         for x in leaves[: structure.num_leaves]
@@ -444,17 +437,17 @@ def _in_words(leaves: Sequence[object], structure: TreeSpec) -> str:
 
 
 def _lacks(value: object) -> bool:
-    """Returns True if an input is missing, or has no rows."""
+    """True if an input is missing, or has no rows."""
     return value is None or (isinstance(value, Tensor) and value.dim() > 0 and not len(value))
 
 
 def _is_whole(leaf: object) -> TypeGuard[Tensor]:
-    """Returns True if an input is a tensor of integers."""
+    """True if an input is a tensor of integers."""
     return isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _kind_of(leaf: object) -> object:
-    """Returns an input without its values and their memory: shapes depend on the rest."""
+    """Returns a key of an input without its values, because shapes do not depend on them."""
     if isinstance(leaf, Tensor):
         return leaf.shape
     return leaf if isinstance(leaf, Number | str | None) else type(leaf)

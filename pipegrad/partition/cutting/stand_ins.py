@@ -1,10 +1,10 @@
-"""Stand-ins: what is instead of another stage's layer, and answers what code asks of it.
+"""Placeholders of other stages' layers, for code that reads attributes of these layers.
 
-While the stage runs, a stand-in has the modules, parameters and buffers of its layer by name, of
-the right dtype and on the device of the stage, but filled with nan and without memory. Outside of a
-forward it has none: an optimizer or a checkpoint of the stage does not see them.
+While the stage runs, a placeholder has the modules, parameters and buffers of its layer by name,
+with the right dtype and the stage's device, but filled with nan and without memory. Outside of a
+forward it has none, because an optimizer or a checkpoint of the stage must not see them.
 """
-# ruff: noqa: ANN401 - code may ask for anything
+# ruff: noqa: ANN401 - code may read any attribute
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from pipegrad.partition.cutting.copies import like, with_class
 if TYPE_CHECKING:
     from pipegrad.partition.cutting.stage_module import Run
 
-# The grouped products of experts know fake tensors of this dtype alone.
+# The only dtype of fake tensors with which the grouped products of experts work.
 EXPERTS = torch.bfloat16
 
 
 class _Table:
-    """A table of a module: with what the layer has while the stage runs, and without it else."""
+    """A table of a module, with the layer's entries while the stage runs and without otherwise."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, part: Any, kind: object = None) -> Any:
-        table = vars(part)[self._name]  # has what code outside of layers uses on this stage
+        table = vars(part)[self._name]  # entries that code outside of layers uses on this stage
         place: _Place | None = vars(part).get("_pipegrad_place")
         if place is None or not place.layer.run.is_running:
             return table
@@ -53,11 +53,11 @@ class _Elsewhere:
     """A layer of another stage.
 
     Attributes:
-        run: Of the stage.
-        name: Of the layer.
-        lost: As `Call`.
-        dtypes: Those at the cut -> those behind conversions of the stage.
-        parts: By id of a module of the layer on the meta device: what stands for it.
+        run: The forward of the stage that holds the placeholder.
+        name: Name of the layer.
+        lost: Attributes that placeholders cannot show; see `Call`.
+        dtypes: Dtype at the cut -> dtype after conversions of the stage.
+        parts: Id of a module of the layer on the meta device -> its placeholder.
     """
 
     run: Run
@@ -68,7 +68,7 @@ class _Elsewhere:
     _filled: dict[object, Tensor] = field(default_factory=dict)
 
     def shown(self, described: Any) -> Any:
-        """Returns what stands for a module or a tensor of the layer; any other value as it is."""
+        """Returns the placeholder of a module or a tensor of the layer; other values unchanged."""
         if isinstance(described, nn.Module):
             return self.parts.get(id(described), described)
         if not isinstance(described, Tensor):
@@ -82,7 +82,7 @@ class _Elsewhere:
 
 
 class _Place(NamedTuple):
-    """A module of a layer of another stage: its name inside, and it on the meta device."""
+    """A module of another stage's layer: its name in the layer, and its copy on the meta device."""
 
     layer: _Elsewhere
     path: str
@@ -90,14 +90,14 @@ class _Place(NamedTuple):
 
 
 class OtherLayer(nn.Module):
-    """What stands instead of another stage's layer, or of a module inside of it."""
+    """A placeholder of another stage's layer, or of a module inside of it."""
 
     _parameters: Any = _Table()
     _buffers: Any = _Table()
     _modules: Any = _Table()
 
     def _pipegrad_call(self, _: Any, args: Any, kwargs: Any) -> Any:
-        """Returns what stands for the outputs of the layer."""
+        """Returns placeholders of the layer's outputs."""
         layer, path, described = vars(self)["_pipegrad_place"]
         number = None if path else layer.run.enter(layer.name)
         if number is None:
@@ -122,11 +122,11 @@ class OtherLayer(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OtherLayer:
-        """Converts what it has on this stage. What it shows later has the new dtypes, too."""
+        """Converts its tensors on this stage. Tensors that it shows later have the new dtypes."""
         dtypes = vars(self)["_pipegrad_place"].layer.dtypes
         for first, dtype in dtypes.items():
             dtypes[first] = fn(torch.empty((), dtype=dtype)).dtype
-        holder = nn.Module()  # the layer's own way, as of an LSTM, would ask for all its weights
+        holder = nn.Module()  # because the layer's own _apply may need all weights, as an LSTM's
         vars(holder)["_parameters"] = vars(self)["_parameters"]
         holder._apply(fn, recurse)
         return self
@@ -135,7 +135,7 @@ class OtherLayer(nn.Module):
 def other_layer(
     name: str, described: nn.Module, run: Run, lost: Collection[tuple[str, str]]
 ) -> dict[str, nn.Module]:
-    """Returns what stands instead of a layer and of the modules inside, by their names in it."""
+    """Returns placeholders of a layer and of its inner modules, by their names in the layer."""
     tensors = (*described.parameters(), *described.buffers())
     layer = _Elsewhere(run, name, lost, {tensor.dtype: tensor.dtype for tensor in tensors})
     for path, module in described.named_modules():
@@ -146,7 +146,7 @@ def other_layer(
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor of nan, or of zeros if there is none, with the memory of one number."""
+    """Returns a tensor of nan, or of zeros if the dtype has no nan, with memory for one number."""
     value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
@@ -154,14 +154,14 @@ def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 def computed_leaves(
     call: Call, described: nn.Module, args: Any, kwargs: Any
 ) -> tuple[list[Any], bool]:
-    """Returns the leaves of what a layer returns and changes, and of tensors their shapes.
+    """Returns the leaves of a layer's result and changes, with shapes instead of tensors.
 
-    Nothing is computed, unless the layer's code needs values of tensors. If those of integers do,
-    such as sizes of images, these are what they are. Else all others are zeros, and a number that
-    depends on values is nan.
+    Fake tensors are enough for most layers. If the layer's code needs values of tensors, integers
+    such as sizes of images have their real values. If that is not enough, all other tensors are
+    zeros, and a floating-point number in the result is nan, because it may depend on values.
 
     Returns:
-        Behind it, whether the layer's code needs values.
+        The leaves, and True if the layer's code needs values.
     """
     failures = list[Exception]()
     for given, dtype in product((False, True), (None, EXPERTS)):
@@ -170,7 +170,7 @@ def computed_leaves(
             with quiet_fake_tensors():
                 run = _leaves(call, described, args, kwargs, mode=mode, dtype=dtype, given=given)
                 return run, given
-        except Exception as error:  # noqa: BLE001 - whatever a layer raises that needs values
+        except Exception as error:  # noqa: BLE001 - any error of a layer that needs values
             failures.append(error)
     known = [x.value for x in call.outputs[: call.num_returned]]
     numbers = [x for x in known if isinstance(x, Number) and not isinstance(x, float)]
@@ -195,7 +195,7 @@ def _leaves(
     dtype: torch.dtype | None,
     given: bool,
 ) -> list[Any]:
-    """Returns what a layer makes of tensors of a mode, and of integers if `given`."""
+    """Runs a layer on tensors of a mode, or on real integers if `given`; returns its leaves."""
 
     def made(x: Tensor) -> Tensor:
         is_real = x.is_floating_point() or x.is_complex()

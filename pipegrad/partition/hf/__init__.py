@@ -1,1 +1,1 @@
-"""What do models of transformers take, and where do the values of stages come from and go?"""
+"""Inputs and outputs of transformers models, and the reading and writing of stages' values."""

@@ -1,10 +1,10 @@
-"""Adapter: the parameters that peft adds to a model, saved alone. Only this file knows peft.
+"""Adapter: saves the parameters that peft adds to a model, without the rest of the model.
 
-[Note: what peft saves] Each kind of adapter has rules of its own for what is saved, and some of it
-is computed first. Only the uncut model knows them. So peft is asked twice, always of the uncut
-model. At the cut it has no values: this shows which tensors peft needs, and what cannot be saved is
-refused before any step. When an adapter is saved, one rank gets these tensors from the stages, and
-puts them into the uncut model for peft.
+[Note: what peft saves] Each kind of adapter has its own rules for the tensors to save, and computes
+some of them first. peft runs twice on the uncut model, because only this model has these rules. At
+the cut the uncut model has fake tensors. This run shows which tensors peft needs, and raises before
+any step if an adapter cannot be saved. During a save, one rank gets these tensors from the stages,
+and puts them into the uncut model for peft.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def adapter_kinds(model: Any) -> set[str]:  # noqa: ANN401 - of any kind
 
 
 def kind_of_prompt(model: Any) -> str:  # noqa: ANN401 - of any kind
-    """Returns peft's name of the kind of prompt that a model learns; "" if it learns none."""
+    """Returns peft's name of the kind of a model's learnt prompt; "" if it has none."""
     config: Any = getattr(model, "active_peft_config", None) if has_adapter(model) else None
     return str(config.peft_type.value) if getattr(config, "is_prompt_learning", False) else ""
 
 
 def tuned_by(modules: Iterable[nn.Module]) -> set[str]:
-    """Returns the names of the adapters in use of layers that peft has exchanged or wrapped."""
+    """Returns the names of the active adapters in layers that peft has exchanged or wrapped."""
     kind = "peft.tuners.tuners_utils", "BaseTunerLayer"
     parts: Any = (part for module in modules for part in module.modules())
     tuned = (part for part in parts if is_imported_kind(part, *kind))
@@ -60,13 +60,13 @@ def tuned_by(modules: Iterable[nn.Module]) -> set[str]:
 
 
 def adapter_names(model: nn.Module) -> frozenset[str]:
-    """Returns the names of the tensors of a model from which peft makes what it saves.
+    """Returns the names of the model's tensors that peft needs to save the adapters.
 
     Args:
         model: The uncut model; its tensors may be on the meta device.
 
     Raises:
-        WeightsError: If peft fails, or if values decide what it saves.
+        WeightsError: If peft fails, also if it needs values of tensors.
     """
     originals = dict[int, Tensor]()  # by id of the fake
 
@@ -76,12 +76,12 @@ def adapter_names(model: nn.Module) -> frozenset[str]:
         return new
 
     with warnings.catch_warnings(), FakeTensorMode():
-        warnings.simplefilter("ignore")  # peft says it again when it saves
+        warnings.simplefilter("ignore")  # peft warns again when it saves
         saved = _saved(model, fake)
     found = [originals.get(id(x)) for tensors in saved.values() for x in tensors.values()]
     is_saved = {id(tensor) for tensor in found}
     state = model.state_dict(keep_vars=True)
-    # What is saved may also be computed of what is trained.
+    # Include all trained tensors, because peft may compute saved tensors from them.
     return frozenset(
         plain_name(n) for n, x in state.items() if x.requires_grad or id(x) in is_saved
     )
@@ -93,12 +93,12 @@ def place_adapters(
     first: Mapping[str, str],
     stored: Mapping[str, Tensor],
 ) -> None:
-    """Writes what peft writes of a model, and moves it to its place.
+    """Writes the adapters of a model as peft does, and moves the files to their place.
 
     Args:
-        part: The folder of what is being written, inside of the directory.
+        part: The temporary folder inside of the directory.
         model: The uncut model.
-        first: For each name the one name of its tensor in `stored`.
+        first: Any name of a tensor -> its name in `stored`.
         stored: The tensors of `adapter_names`.
     """
     names = {id(t): plain_name(n) for n, t in model.state_dict(keep_vars=True).items()}
@@ -109,7 +109,7 @@ def place_adapters(
     for name, tensors in whole.items():
         folder = Path() if name == _DEFAULT else Path(name)  # as peft has it
         (part / folder).mkdir(exist_ok=True)
-        if folder != Path():  # the directory itself may be a link: the user names it
+        if folder != Path():  # the directory itself may be a link, because the user names it
             run_files.make_folder(part.parent / folder)
         # Copies, because safetensors refuses tensors that share memory.
         own = {
@@ -123,7 +123,11 @@ def place_adapters(
 
 
 def _saved(model: Any, tensor_of: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:  # noqa: ANN401
-    """Returns what peft saves of each adapter, of a copy of a model with other tensors.
+    """Returns the tensors that peft saves for each adapter, from a copy of a model.
+
+    Args:
+        model: The uncut model.
+        tensor_of: Returns the copy's tensor for a tensor of the model.
 
     Raises:
         WeightsError: If peft fails.
@@ -138,7 +142,7 @@ def _saved(model: Any, tensor_of: Callable[[Tensor], Tensor]) -> dict[str, dict[
             state = extra("peft").get_peft_model_state_dict(
                 uncut, uncut.state_dict(keep_vars=True), adapter_name=name
             )
-        except Exception as error:  # whatever a kind of adapter raises, of values that are not here
+        except Exception as error:  # any error of any kind of adapter about missing values
             raise WeightsError(
                 f"peft cannot save the adapter {name!r} ({type(config).__name__}) from stages, "
                 f"where what is saved must not depend on values: {in_words(error)}"
@@ -148,9 +152,10 @@ def _saved(model: Any, tensor_of: Callable[[Tensor], Tensor]) -> dict[str, dict[
 
 
 def _on_this_machine(base: str | None) -> str | None:
-    """Returns the folder of a base model, if it is on this machine.
+    """Returns the folder of a base model if it is on this machine, otherwise None.
 
-    peft looks there whether the vocabulary has another size, and would ask the hub.
+    peft compares the size of the vocabulary with this folder. Without it, peft would send a request
+    to the hub.
     """
     if not base or Path(base).is_dir():
         return base
@@ -165,8 +170,8 @@ def _config(model: Any, name: str) -> Any:  # noqa: ANN401
     """Returns the configuration of an adapter, as peft saves it."""
     config = copy.copy(model.peft_config[name])
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config.inference_mode = True  # whoever trains it further says so
-    if config.task_type is None:  # then peft looks here for the class of the base
+    config.inference_mode = True  # further training sets it to False
+    if config.task_type is None:  # peft then reads the class of the base from here
         kind = type(base)
         config.auto_mapping = {
             "base_model_class": kind.__name__.removeprefix("FSDP"),

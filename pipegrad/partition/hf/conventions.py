@@ -1,23 +1,25 @@
-"""Conventions: what models of transformers take and return.
+"""Conventions: inputs, outputs and losses of transformers models.
 
-Models that are none of transformers have no conventions, and compute no loss of their own.
+Models that are not of transformers have no conventions, and compute no loss of their own.
 
-[Note: tokens of images] A text has tokens in which a model of images, videos or sounds puts what it
-has computed of these, in their order. So these tokens tell how many rows of such an input belong to
-a sample, if each row is an image and each image a run of tokens, or if each row takes as many
-tokens. A grid tells it for images of any size, and for their patches. The model itself refuses a
-microbatch with more or fewer rows than it has tokens for.
+[Note: tokens of images] A text has placeholder tokens for images, videos or sounds. The model puts
+the features of these inputs there, in their order. The placeholders determine the number of an
+input's rows that belong to a sample in two cases: each row is an image, and each image is one run
+of tokens; or all rows have equally many tokens. For images of any size, and for their patches, a
+grid determines this number. The model itself raises if a microbatch has more or fewer rows than
+placeholders.
 
-A sample without such tokens has no images, whatever stands in its rows to fill them up. A
-microbatch of such samples is given none, as the uncut model is for texts alone.
+A sample without placeholders has no images, even if padding fills its rows. A microbatch of such
+samples gets no images, as the uncut model does for texts alone.
 
-[Note: one mean] A microbatch weighs as many labels as it has only if the model's own loss is one
-mean over these labels. The names of classes and arguments suggest it, and the first training
-forward of the last stage tries it: the losses of parts of the labels, each times their number, add
-up to the loss of all, times theirs. Labels of other parts are ignored, so nothing else differs:
-inputs, random numbers and balance losses are the same. The first label of each row is a part,
-because a model that shifts labels leaves it out. The lowest third is another, because classes that
-weigh differently have other values. Labels that cannot be left out, such as numbers, are not tried.
+[Note: one mean] The weight of a microbatch is its number of labels. This is right only if the
+model's own loss is one mean over these labels. The names of classes and arguments suggest a mean,
+and the first training forward of the last stage checks it: the loss of all labels, times their
+number, must be the sum of the losses of parts of the labels, each times the part's number of
+labels. Inputs, random numbers and balance losses are equal in these forwards, because the labels of
+other parts are ignored and not removed. The first label of each row is a part, because a model that
+shifts labels leaves it out. The lowest third is another part, because classes with other weights
+have other values. Labels that cannot be ignored, such as numbers, are not checked.
 """
 
 from __future__ import annotations
@@ -39,17 +41,17 @@ from pipegrad.pipeline.stage import inner_module, parameters_of
 _Tensors = dict[str, Tensor]  # by name
 
 LOSS = "loss"
-SHIFTED = "shift_labels"  # labels that are those of the next token already
+SHIFTED = "shift_labels"  # the label of each token is already the next token
 _IGNORED = -100  # a label that has no loss
 _SAMPLE_ROWS = 2
 _SAMPLE_TOKENS = 61  # a prime: no dimension of a model has this size
 _LIMITS = ("max_position_embeddings", "max_target_positions")
-# What would make each stage send everything to the last one, which nobody asked for.
+# Options that would make each stage send all its layers' values to the last stage.
 _COLLECTED = ("output_hidden_states", "output_attentions")
-_ROUTED = "output_router_logits"  # the model's loss has a balance loss of all layers then
-ROUTED = "router_logits"  # how names end of what it returns then: a tensor for each layer
+_ROUTED = "output_router_logits"  # adds a balance loss of all layers to the model's loss
+ROUTED = "router_logits"  # end of the name of its outputs: a tensor for each layer
 _DROPPED = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-# What changes by what the loss is divided.
+# Arguments that change the divisor of the loss.
 _DIVISORS = ("num_items_in_batch", "shift_labels")
 # Heads whose loss is one mean: over labels that are not ignored, or over samples.
 _TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
@@ -80,10 +82,10 @@ _KINDS = {
 }
 _CTC = "ForCTC"  # by configuration a mean over samples, or a sum
 _SEGMENTS = ("semantic_loss_ignore_index", "loss_ignore_index")
-# What a forward names that computes a loss itself.
+# Names in the code of a forward that computes a loss itself.
 _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
 _SPAN = ("start_positions", "end_positions")  # two losses, each a mean over samples
-# What a forward names that leaves out labels where the attention mask is 0.
+# Names in the code of a forward that leaves out labels where the attention mask is 0.
 _MASKED = {"shift_attention_mask", "active_loss"}
 _FIRST_TOKENS = "bbox_first_token_mask"  # of Bros: a loss leaves out labels where it is False
 # Heads whose labels may be numbers, which have no value to ignore.
@@ -98,21 +100,21 @@ ASK = (
 
 
 def inner_model(model: nn.Module) -> Any | None:  # noqa: ANN401 - transformers may be missing
-    """Returns the transformers model that a model is, or that peft has wrapped; None of others."""
+    """Returns a transformers model itself, or the one that peft has wrapped; None of others."""
     if is_imported_kind(model, "peft", "PeftModel"):
         model = model.get_base_model()  # type: ignore[operator]
     return model if is_imported_kind(model, "transformers", "PreTrainedModel") else None
 
 
 class Conventions:
-    """What a model takes and returns.
+    """The inputs, the outputs and the loss of a model.
 
     Attributes:
-        labels: Names of the arguments from which the model computes its own loss; empty if it
-            computes none, or one that is no mean, or several means, or one that is not computed by
-            transformers' own code.
-        can_ignore: Whether its loss leaves out labels that are to be ignored.
-        accepts: Names of the arguments of its forward, in order; None if it takes any.
+        labels: Names of the arguments from which the model computes its own loss. Empty if it
+            computes none, if its loss is no mean or several means, or if the code of its loss is
+            not of transformers.
+        can_ignore: True if its loss leaves out labels with the ignored value.
+        accepts: Names of the arguments of its forward, in order; None if it accepts any.
     """
 
     def __init__(self, model: nn.Module, example: Mapping[str, object] | None = None) -> None:
@@ -125,12 +127,12 @@ class Conventions:
         self._defaults: dict[str, object] = {}
         self.labels: tuple[str, ...] = ()
         self._labels_tokens = self._shifts = self._takes_shifted = False
-        self._tokens: dict[str, int] = {}  # kind of input -> the token that stands for it
+        self._tokens: dict[str, int] = {}  # kind of input -> its placeholder token
         self._masks = list[str]()  # arguments; the loss leaves out labels where they are 0
         self.can_ignore = self._makes_inputs = False
         self._by_sample = False
         self._ignored = _IGNORED
-        self._positions = 0  # so many are learnt; 0 if none are
+        self._positions = 0  # number of learnt positions; 0 if none are learnt
         self._collected: tuple[str, ...] = _COLLECTED
         if inner is None:
             return
@@ -148,7 +150,7 @@ class Conventions:
         arguments = inspect.signature(type(inner).forward).parameters
         is_passed_on = takes_any and getattr(text, "use_cache", False)
         if "use_cache" in arguments or is_passed_on:
-            # A cache is filled by the layers, so it cannot travel. Training needs none.
+            # No cache, because layers fill it and it cannot travel. Training needs none.
             self._defaults["use_cache"] = False
         self._learn_loss(inner, arguments, kind_of_prompt(model))
 
@@ -158,23 +160,23 @@ class Conventions:
         arguments: Collection[str],
         prompt: str,
     ) -> None:
-        """Finds out which labels the model's own loss counts, if it is a mean."""
+        """Finds the labels that the model's own loss counts, if it is a mean."""
         forward = inspect.unwrap(type(_head_of(inner)).forward)
-        # A class derived from one of transformers inherits its name, and may compute any loss.
+        # A class derived from one of transformers may have its name, and may compute any loss.
         if not all(_is_transformers(x) for x in (forward, inspect.unwrap(type(inner).forward))):
             return
-        # Models that neither call it nor shift labels in its place compare each label with its own
-        # token. An encoder-decoder shifts its labels when it makes its decoder's inputs of them.
+        # Models that neither call loss_function nor shift labels themselves compare each label with
+        # its own token. An encoder-decoder shifts labels when it makes its decoder's inputs.
         loss = _head_of(inner).loss_function if _names(forward) & {"loss_function"} else None
         if loss is not None and not _is_transformers(loss):
-            return  # nobody knows whether a loss that was given to the model is a mean
+            return  # a loss from outside of transformers may be no mean
         is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
         self._takes_shifted = is_causal
         is_causal |= bool(re.search(r"\blabels\[(\.\.\.|:), 1:\]", _source_of(forward)))
         variables = {*getattr(getattr(forward, "__code__", None), "co_varnames", ())}
         self._masks = ["attention_mask"] if loss is None and variables & _MASKED else []
         self._masks += [name for name in arguments if name == _FIRST_TOKENS]
-        # Behind a learnt prompt the first label counts. A prefix goes into the cache.
+        # After a learnt prompt the first label counts. A prefix goes into the cache instead.
         is_behind = prompt not in ("", *_PREFIXES)
         self._shifts = is_causal and not inner.config.is_encoder_decoder and not is_behind
         kinds = tuple(kind.__name__ for kind in type(inner).__mro__)
@@ -214,7 +216,7 @@ class Conventions:
         """Returns the arguments of the model for a microbatch.
 
         Raises:
-            StepError: If they ask for what a pipeline cannot give.
+            StepError: If they have an option that does not work in a pipeline.
         """
         collected = [name for name in self._collected if batch.get(name)]
         cached = ["past_key_values"] if self._defaults and batch.get("past_key_values") else []
@@ -241,20 +243,20 @@ class Conventions:
         return (self._without_unseen(batch) if self._is_known else dict(batch)) | self._defaults
 
     def _of_kinds(self, batch: Mapping[str, object]) -> Iterator[tuple[str, Tensor, _Tensors]]:
-        """Yields the kinds of inputs there are, with where texts have their tokens."""
+        """Yields each kind of input in a batch, a mask of its tokens, and its tensors by name."""
         text = batch.get("input_ids")
         if not isinstance(text, Tensor) or text.dim() != 2:
             return
         left = {n: x for n, x in batch.items() if isinstance(x, Tensor) and x.dim()}
         for kind, pattern in _KINDS.items():
             given = {name: left.pop(name) for name in [*left] if pattern.match(name)}
-            # What has a place for each token is of the text.
+            # An input with a value for each token belongs to the text.
             given = {name: x for name, x in given.items() if x.shape[:2] != text.shape}
             if given and kind in self._tokens:
                 yield kind, text == self._tokens[kind], given
 
     def rows_of(self, batch: Mapping[str, object]) -> dict[str, list[int]]:
-        """Returns how many rows each sample has; see [Note: tokens of images]."""
+        """Returns the number of rows of each sample, by input; see [Note: tokens of images]."""
         result = dict[str, list[int]]()
         for kind, places, given in self._of_kinds(batch):
             tokens = places.sum(1).cpu()
@@ -262,7 +264,7 @@ class Conventions:
             grid = given.get(f"{kind}_grid_thw", given.get(f"{kind}_grid_hw"))
             sizes = None if grid is None else grid.prod(-1).cpu()
             if any(x.dim() > 4 for x in given.values()) and f"{kind}_sizes" not in given:
-                continue  # of samples, and of the images of each, filled up
+                continue  # rows are samples, which are padded to equally many images
             for name, rows in ((name, len(x)) for name, x in given.items()):
                 if sizes is not None:
                     found = _filled(tokens, sizes, in_patches=rows != len(sizes))
@@ -275,15 +277,15 @@ class Conventions:
         return result
 
     def samples_along(self, batch: Mapping[str, object]) -> dict[str, int | None]:
-        """Returns along which dimension samples are, where it is not the first; None: along none.
+        """Returns the sample dimension of each input where it is not 0; None if it has none.
 
-        Qwen-VL and others have positions on several axes: ``(axes, rows, tokens)``. A batch may
-        have as many rows as there are axes.
+        For example, Qwen-VL has positions on several axes: ``(axes, rows, tokens)``. All three
+        sizes are compared, because a batch may have as many rows as axes.
         """
         result = dict[str, int | None]()
         text = batch.get("input_ids", batch.get("inputs_embeds"))
         positions, kept = (batch.get(name) for name in ("position_ids", "logits_to_keep"))
-        if isinstance(kept, Tensor):  # places in all texts
+        if isinstance(kept, Tensor):  # indices that count for all texts
             result["logits_to_keep"] = None
         if isinstance(positions, Tensor) and isinstance(text, Tensor) and positions.dim() == 3:
             rows, tokens = text.shape[:2]
@@ -294,16 +296,17 @@ class Conventions:
         return result
 
     def _without_unseen(self, batch: Mapping[str, object]) -> dict[str, object]:
-        """Returns a batch without the images, videos and sounds of which it has no token."""
+        """Returns a batch without those images, videos and sounds that have no token in it."""
         unseen = {n for _, at, given in self._of_kinds(batch) if not at.any() for n in given}
-        # Without texts in tokens, rows alone tell it.
+        # Inputs without rows are unseen, also if there is no text of tokens.
         unseen |= {n for n, x in batch.items() if isinstance(x, Tensor) and x.dim() and not len(x)}
         return {name: x for name, x in batch.items() if name not in unseen}
 
     def samples(self, sample: Mapping[str, object]) -> list[Mapping[str, object]]:
-        """Returns what to cut by: with labels first, since a loss may read what nothing else does.
+        """Returns samples for the run of the cut, in the order in which to try them.
 
-        Labels are known if each token has one. A model may still refuse them.
+        The first has labels, because only the loss may read some values. Labels can be made if each
+        token has one. The second has none, because a model may refuse these labels.
         """
         tokens = sample.get("decoder_input_ids", sample.get("input_ids"))
         if not self._labels_tokens or not isinstance(tokens, Tensor):
@@ -311,10 +314,10 @@ class Conventions:
         return [{"labels": tokens, **sample}, sample]
 
     def check(self, labels: Mapping[str, object], arguments: Mapping[str, object]) -> None:
-        """Refuses labels of which the weight is not known.
+        """Refuses labels whose weight is unknown.
 
         Raises:
-            StepError: If the model leaves labels out that count, or if there are further labels.
+            StepError: If the model ignores labels that count, or if there are further labels.
         """
         others = [n for n, x in arguments.items() if "label" in n and x is not None]
         others = sorted({*others} - {*self.labels})
@@ -340,7 +343,7 @@ class Conventions:
         )
 
     def weight(self, labels: Mapping[str, object]) -> Tensor:
-        """Returns how many labels have a loss: the weight of the loss of a microbatch.
+        """Returns the number of labels with a loss: the weight of a microbatch.
 
         Raises:
             StepError: If labels are no tensors.
@@ -354,21 +357,20 @@ class Conventions:
         return self._counts(counted).sum()
 
     def _counts(self, label: Tensor) -> Tensor:
-        """Returns for each label if it has a loss. Heads refuse or leave out all below 0."""
+        """Returns a mask of the labels with a loss. Heads refuse or ignore all labels below 0."""
         return label >= 0 if self._ignored < 0 else label != self._ignored
 
     def parts(self, batch: Mapping[str, object], module: nn.Module) -> list[dict[str, object]]:
         """Returns a microbatch with all of its labels, then with parts: see [Note: one mean].
 
-        Returns:
-            Nothing if labels cannot be left out. This depends on no value.
+        The result is empty if labels cannot be ignored. This does not depend on their values.
         """
         label: Any = batch.get("labels")
         if not self.can_ignore or not isinstance(label, Tensor) or label.dtype != torch.int64:
             return []
         others = dict[str, object]()
         if self._makes_inputs and not any(batch.get(name) is not None for name in _DECODED):
-            # Else the inputs of the decoder would be made of the labels that are left.
+            # Otherwise the model would make the decoder's inputs from a part of the labels.
             make = getattr(inner_model(inner_module(module)), _MAKES_INPUTS, None)
             if make is None:
                 return []
@@ -384,10 +386,10 @@ class Conventions:
         return [{**batch, **others, "labels": x} for x in (label, *parts)]
 
     def shifted(self, labels: Tensor) -> Tensor:
-        """Returns the label of each token, where the model's loss would take that of the next one.
+        """Returns labels shifted by one token if the model's loss shifts them, else unchanged.
 
         Raises:
-            StepError: If its loss takes no labels that are shifted already.
+            StepError: If its loss accepts no shifted labels.
         """
         if not self._shifts:
             return labels
@@ -401,8 +403,8 @@ class Conventions:
     def safe(self, labels: Mapping[str, object], weight: Tensor) -> dict[str, object]:
         """Returns labels whose mean loss is a number even if none counts.
 
-        The mean over no label is nan, and so is its gradient. The loss is multiplied by the weight,
-        which is 0 then.
+        Without a label that counts, all labels become 0, because the mean over none is nan, and so
+        is its gradient. The loss still does not count: it is multiplied by the weight, which is 0.
         """
         return {
             name: torch.where(weight > 0, label, 0)
@@ -413,17 +415,17 @@ class Conventions:
 
 
 def _tokens_of(inner: Any) -> dict[str, int]:  # noqa: ANN401 - a transformers model
-    """Returns the tokens that stand for images, videos and sounds, by kind."""
+    """Returns the placeholder tokens of images, videos and sounds, by kind."""
     names = {f"{kind}_token_{end}": kind for kind in _KINDS for end in ("id", "index")}
     found = [(kind, getattr(inner.config, name, None)) for name, kind in names.items()]
     return {kind: token for kind, token in found if isinstance(token, int)}
 
 
 def _filled(tokens: Tensor, sizes: Tensor, *, in_patches: bool = False) -> Tensor | None:
-    """Returns how many images each sample has, or patches, if images fill its tokens in order.
+    """Returns the number of images, or of patches, in each sample if images fill tokens in order.
 
     Returns:
-        None if an image would belong to two samples.
+        A number for each sample; None if an image would belong to two samples.
     """
     ends, filled = tokens.cumsum(0) * sizes.sum(), nn.functional.pad(sizes.cumsum(0), (1, 0))
     at = torch.searchsorted(filled * tokens.sum(), ends, right=True) - 1
@@ -434,9 +436,9 @@ def _filled(tokens: Tensor, sizes: Tensor, *, in_patches: bool = False) -> Tenso
 
 
 def _head_of(inner: nn.Module) -> Any:  # noqa: ANN401 - a transformers model
-    """Returns the model whose own forward computes the loss of labels: an inner one, if it has to.
+    """Returns the model whose forward computes the loss of labels.
 
-    A caption model may leave its loss to the language model inside.
+    It may be an inner model. For example, a caption model may leave its loss to its language model.
     """
     for module in inner.modules():
         forward = inspect.unwrap(type(module).forward)
@@ -456,12 +458,12 @@ def _names(function: object) -> set[str]:
 def _source_of(function: Callable[..., object]) -> str:
     try:
         return inspect.getsource(function)
-    except OSError:  # of a model that was defined where there is no file
+    except OSError:  # the model was defined outside of a file
         return ""
 
 
 def _positions_of(inner: nn.Module) -> int:
-    """Returns how many positions a model of transformers has an embedding for; 0 if it has none."""
+    """Returns the number of positions with a learnt embedding; 0 if there are none."""
     text: Any = inner.config.get_text_config()  # type: ignore[operator, union-attr]
     limit = getattr(text, _LIMITS[0], None) or 0
     are_learnt = any(
@@ -477,7 +479,7 @@ def sample_of(model: nn.Module) -> dict[str, object]:
     """Returns a small batch for a transformers model.
 
     Raises:
-        TopologyError: If it is no such model, or takes something unusual.
+        TopologyError: If it is no such model, or if its main input is of another kind.
     """
     inner = inner_model(model)
     if inner is None:
@@ -510,6 +512,6 @@ def sample_of(model: nn.Module) -> dict[str, object]:
             f"of its forward for a small batch"
         )
     if config.is_encoder_decoder:
-        # A copy: models look at labels by view(-1), which takes no part of each row.
+        # A copy, because models call labels.view(-1), which fails on a slice of each row.
         sample["decoder_input_ids"] = tokens[:, :-2].clone()
     return sample

@@ -1,7 +1,7 @@
-"""Weights: tensors in safetensors files, by name. This file knows no model.
+"""Weights: tensors in safetensors files, by name. This file is independent of models.
 
-A directory has one file ``model.safetensors``, or several files and an index that says which tensor
-is in which file. A tensor is read when it is asked for, and nothing else is read.
+A directory has one file ``model.safetensors``, or several files and an index with the file of each
+tensor. `Weights.read` reads one tensor and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PICKLED = (
     "it has pickled weights (pytorch_model.bin), which are not read: load them once with "
     "transformers' from_pretrained and save them with save_pretrained"
 )
-# What a directory without weights may have -> why it has none.
+# File in a directory without weights -> the reason that it has none.
 _INSTEAD = {
     "pytorch_model.bin": _PICKLED,
     "pytorch_model.bin.index.json": _PICKLED,
@@ -53,13 +53,13 @@ class Weights:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        # One file is open at a time: an open file is mapped, and its pages count as memory of the
-        # process until it is closed.
+        # One file is open at a time, because an open file is mapped, and its pages count as memory
+        # of the process until it is closed.
         self._open_file: tuple[Path, Any] | None = None
         self.files = self._find_files()
 
     def entry(self, name: str) -> Any:  # noqa: ANN401 - a slice of safetensors, which has no types
-        """Returns a tensor whose values are not read yet; it has ``get_shape`` and ``get_dtype``.
+        """Returns an unread tensor with ``get_shape`` and ``get_dtype``; indexing reads its values.
 
         Raises:
             WeightsError: If its file is missing, damaged, or has no such tensor.
@@ -75,8 +75,8 @@ class Weights:
             raise WeightsError(printable(what)) from error
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a tensor on the CPU, in memory of its own. Raises as `entry`."""
-        # A copy: the tensor of safetensors lies in the mapped file.
+        """Returns a tensor on the CPU, in memory of its own. Raises the errors of `entry`."""
+        # A copy, because the tensor of safetensors lies in the mapped file.
         return torch.clone(self.entry(name)[...])
 
     def _find_files(self) -> dict[str, Path]:
@@ -118,7 +118,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         WeightsError: If the file cannot be written.
     """
-    # A mapping of safetensors reads the metadata "format": transformers refuses files without it.
+    # Metadata are needed, because transformers refuses files without "format".
     try:
         extra("safetensors.torch").save_file(dict(tensors), path, metadata={"format": "pt"})
     except Exception as error:  # a SafetensorError, also for a full disk
@@ -130,7 +130,7 @@ def put(
     value: torch.Tensor,
     device: str | torch.device = "cpu",
 ) -> None:
-    """Makes a value the tensor of all these modules and attributes, with the old dtype and kind."""
+    """Sets one tensor in all places, with the dtype and kind of the old tensor in the first."""
     places = list(places)
     old = getattr(*places[0])
     new = like(old, value.to(device, old.dtype))
@@ -158,7 +158,7 @@ def _opened(path: Path) -> Any:  # noqa: ANN401 - the library has no types
 
 
 def _indexed(index: Path) -> dict[str, Path]:
-    """Returns the file of each tensor, as the index says."""
+    """Returns the file of each tensor from an index."""
     try:
         content: Any = run_files.parsed_json(run_files.read(index))
         entries = content["weight_map"]

@@ -1,4 +1,4 @@
-"""Gathered: values of stages, sent to the ranks that want them, one tensor after the other."""
+"""Gathered: sends values of stages to the ranks that need them, one tensor after the other."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def tensors_of(modules: Collection[nn.Module], first: Mapping[str, str]) -> dict
 
 
 def collected(held: Mapping[str, Tensor], wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields tensors of other ranks by name, and this rank's own ones. All ranks call it.
+    """Yields the wanted tensors by name, from this rank or from other ranks. All ranks call it.
 
     Host and device need memory for one tensor at a time. DTensors are gathered.
 
     Raises:
-        AgreementError: If a rank does not come.
+        AgreementError: If a rank does not call it.
 
     Sync: the host waits for each message, and on a device the current stream.
     """
@@ -80,10 +80,10 @@ def gather_stages(
     Quantized weights are left out: they are frozen, and layers may pack them anew when they run.
 
     Args:
-        held: The tensors of this rank's stages, by the one name of each.
-        first: For each name of the uncut model the one name of its tensor.
-        model: Where this rank wants the values; None if it wants none.
-        cut: The model that was cut, which may be gone.
+        held: The tensors of this rank's stages, by the first name of each.
+        first: Any name of a tensor in the uncut model -> its first name.
+        model: The model on this rank that gets the values; None for none.
+        cut: The model that was cut; None if it no longer exists.
     """
 
     def check() -> tuple[_Places, tuple[dict[str, Any], dict[str, Any]]]:
@@ -110,7 +110,12 @@ def gather_stages(
 
 
 def _places_in(model: nn.Module, first: Mapping[str, str], cut: object) -> _Places:
-    """Returns where the values of each name go; refuses what is no twin of the cut model."""
+    """Returns the places of each name in a model.
+
+    Raises:
+        TopologyError: If it is the model that was cut.
+        WeightsError: If it has other names or ties than the model that was cut.
+    """
     if model is cut:
         raise TopologyError(
             "gather() was given the model that was cut, whose tensors are those of the stages: "

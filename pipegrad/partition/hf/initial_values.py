@@ -1,13 +1,13 @@
-"""Initial values of a transformers model, for some of its tensors, whatever the cut.
+"""Initial values of some tensors of a transformers model, independent of the cut.
 
 [Note: seeds by name] One stream of random numbers would give a layer other values in another cut,
-because a rank that does not make a layer does not draw its numbers. So each draw has a seed of its
-own: the seed of the run, the name of the tensor that is drawn, and how often it was drawn before.
-If a draw fills a temporary tensor, the module's name takes the place of the tensor's. So there is
-one exception: a module that draws temporary tensors for layers of several stages. The model
-initialises itself by its own ``_init_weights``. Tensors that are not wanted stay on the meta
-device, where a draw costs nothing. All draws are made on the CPU, so values do not depend on the
-device either.
+because a rank that does not make a layer does not draw its numbers. Therefore each draw has its own
+seed, made of the seed of the run, the name of the tensor, and the number of draws for this name. If
+a draw fills a temporary tensor, the module's name replaces the tensor's name. There is one
+exception: values depend on the cut if a module draws temporary tensors for layers of several
+stages. The model initialises itself by its own ``_init_weights``. Tensors that are not wanted stay
+on the meta device, where a draw costs nothing. Values do not depend on the device either, because
+all draws run on the CPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def initial_values(
         WeightsError: If the model does not initialise one of the tensors.
     """
     skeleton = without_memory(model)
-    # Nothing is tied: else each module of a tie would initialise its tensor, and the last count.
+    # Untie all tensors, because each module of a tie would initialise the tensor, and the last one
+    # would decide its values.
     for module in skeleton.modules():
         for table in (module._parameters, module._buffers):
             held = {name: x for name, x in table.items() if x is not None}
@@ -60,7 +61,7 @@ def initial_values(
         setattr(skeleton.get_submodule(path), attribute, wanted[name])
     versions = {name: tensor._version for name, tensor in wanted.items()}
     seeds = _SeedByName(seed, skeleton)
-    # Modules inside come first, by the rules of the innermost model of transformers around them.
+    # Inner modules come first. The innermost model of transformers around a module has its rules.
     owners: dict[str, Any] = {}
     kind = extra("transformers").PreTrainedModel
     for name, module in skeleton.named_modules():
@@ -103,7 +104,7 @@ class _SeedByName(TorchDispatchMode):
         args: Any = (),  # noqa: ANN401
         kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        # Draws on the meta device count too: which tensors are there depends on the cut.
+        # Count draws on the meta device too, because the tensors there depend on the cut.
         if torch.Tag.nondeterministic_seeded in func.tags:
             target, name = args[0] if args else None, f"a temporary of {self.module}"
             if isinstance(target, torch.Tensor):

@@ -1,10 +1,11 @@
-"""Pretrained: transformers models on the meta device, and the values that their stages get.
+"""Pretrained: transformers models on the meta device, and the values of their stages.
 
 All ranks make the uncut model on the meta device, where it needs no memory. Then each rank reads
-its stages from safetensors files, or starts them from a seed. Names are those of the uncut model.
+its stages from safetensors files, or initializes them from a seed. Stages have the names of the
+uncut model.
 
-Weights may have other names and layouts than the model: transformers 5 holds, for example, the
-experts of a layer in one tensor, and saves them one by one. Its own loader converts them.
+Files may have other names and layouts than the model. For example, transformers 5 holds the experts
+of a layer in one tensor, and saves them one by one. The loader of transformers converts them.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ def meta_model(
 
     Args:
         source: A directory that ``save_pretrained`` wrote, a ``config.json``, or a configuration.
-        kind: A class of transformers, for example ``AutoModelForCausalLM``. By default the class
-            that the configuration names in ``architectures``.
-        dtype: Of the parameters. By default the one that the configuration names, and of a
-            directory without one that of its first tensor.
-        trust_remote_code: Whether transformers may run the directory's own code.
+        kind: A class of transformers, for example ``AutoModelForCausalLM``. The default is the
+            class that the configuration names in ``architectures``.
+        dtype: Dtype of the parameters. The default is the dtype that the configuration names, or
+            the dtype of the directory's first floating-point tensor.
+        trust_remote_code: True lets transformers run the directory's own code.
 
     Raises:
         ConfigError: If the library transformers is missing, or the configuration cannot be used.
@@ -86,13 +87,13 @@ def load_stages(
 ) -> None:
     """Gives the stages of this rank saved or initial values. All ranks call it.
 
-    Only tensors of these stages are read, one after the other: the host needs memory for the stages
-    and for one file. The directory's names and layouts are converted as transformers does it. Tied
+    Only tensors of these stages are read, one after the other. The host needs memory for the stages
+    and for one file. The loader of transformers converts the directory's names and layouts. Tied
     parameters become one parameter on this rank. Tensors that are not on the meta device stay.
 
-    An initial value depends on the seed and its name alone: not on the cut, the rank, the device or
-    other tensors. So tied tensors on different stages are the same. They are not the values that
-    transformers draws after ``torch.manual_seed``.
+    An initial value depends only on the seed and its name: not on the cut, the rank, the device or
+    other tensors. Therefore tied tensors on different stages have equal values. transformers draws
+    other values after ``torch.manual_seed``.
 
     Raises:
         WeightsError: If a file is missing or damaged, if a tensor is missing or has another shape,
@@ -114,10 +115,10 @@ def load_stages(
             )
         for name, value in values.items():
             put(places.pop(name), value, device)
-        # Buffers that are not saved, such as the frequencies of RoPE, are made as at the start.
+        # Buffers that are not saved, such as the frequencies of RoPE, get initial values.
         for name, value in initial_values(model, places, seed or 0).items():
             put(places[name], value, device)
-        for stage in stages:  # a buffer that a constructor made on the CPU is still there
+        for stage in stages:  # moves a buffer that a constructor made on the CPU
             stage.to(device)
         return str(seed)
 
@@ -127,11 +128,11 @@ def load_stages(
 
 
 def first_names(model: nn.Module, tied: Iterable[Collection[str]] = ()) -> dict[str, str]:
-    """Returns for each name the name that its tensor is saved with; a tied tensor has several.
+    """Returns for each name the name under which its tensor is saved; a tied tensor has several.
 
     Args:
-        model: The uncut model. What transformers says of its ties decides which name is the first.
-        tied: Names of one tensor each, beside those that the model shows.
+        model: The uncut model. The first name is no target in transformers' list of its ties.
+        tied: Groups of names of one tensor each, in addition to the ties of the model's tensors.
     """
     by_tensor = defaultdict[int, list[str]](list)
     for name, tensor in tensors_by_name(model).items():
@@ -166,7 +167,7 @@ def _made(
         },
     )
     cls: Any = kind or _architecture(transformers, config, where, trusts)
-    # An Auto class has from_config, and each of its models has what that calls.
+    # An Auto class has from_config, which calls _from_config of a model's class.
     make = getattr(cls, "from_config", None) or getattr(cls, "_from_config", None)
     if make is None:
         raise ConfigError(f"kind is {cls!r}, expected a class of models of transformers")
@@ -175,14 +176,14 @@ def _made(
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype is {dtype!r}, expected one of torch's, such as torch.bfloat16")
     try:
-        # Without an answer an Auto class asks the user on the terminal.
+        # Without an answer, an Auto class prompts the user on the terminal.
         answer = {"trust_remote_code": trusts} if hasattr(cls, "from_config") else {}
         with torch.device("meta"):
             model = make(config, dtype=dtype, **answer)
-    except Exception as error:  # whatever a model says of its configuration
+    except Exception as error:  # any error of a model about its configuration
         raise ConfigError(f"{where}: {cls.__name__} cannot be made of it: {error}") from error
-    # Some constructors make tensors on the CPU, whatever torch's device is. Their values would be
-    # taken for those of a checkpoint.
+    # Drop all values, because some constructors make tensors on the CPU for any device of torch,
+    # and `load_stages` would keep their values.
     model = without_values(model)
     if folder is not None:
         _keep_in_float32(model, dtype)
@@ -190,7 +191,7 @@ def _made(
         try:
             read = transformers.GenerationConfig.from_pretrained
             model.generation_config = read(folder, local_files_only=True)
-        except Exception as error:  # whatever transformers says of a file
+        except Exception as error:  # any error of transformers about a file
             raise ConfigError(f"{file} cannot be read: {error}") from error
     return model
 
@@ -206,7 +207,7 @@ def _config(transformers: Any, path: Path, trusts: bool) -> Any:  # noqa: ANN401
         config = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=trusts
         )
-    except Exception as error:  # whatever transformers says of a file
+    except Exception as error:  # any error of transformers about a file
         raise ConfigError(f"{file} is no configuration of transformers: {error}") from error
     for auto, kind in (getattr(config, "auto_map", None) or {}).items():
         if trusts and auto.startswith("AutoModel") and "--" in str(kind):
@@ -237,7 +238,7 @@ def _first_dtype(folder: Path) -> torch.dtype | None:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
-    """Keeps those parameters in float32 that the model never has in half precision."""
+    """Converts the parameters to float32 that the model never has in half precision."""
     plan = model._get_dtype_plan(dtype)
     patterns = [re.compile(pattern.replace("*", ".*")) for pattern in plan]
     for name, parameter in model.named_parameters():
@@ -261,7 +262,7 @@ def _on_meta(stages: Collection[nn.Module], first: Mapping[str, str]) -> _Places
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of weights that is read when transformers' loader asks for its values."""
+    """A tensor of weights, which is read when transformers' loader indexes it."""
 
     weights: Weights
     name: str
@@ -276,9 +277,9 @@ def _stored(
     first: Mapping[str, str],
     names: Collection[str],
 ) -> dict[str, torch.Tensor]:
-    """Returns tensors of a model that a directory has under any of their names, by the first.
+    """Returns the tensors that a directory has under any of their names, by their first name.
 
-    Transformers' own loader renames and converts them. Nothing else is read.
+    The loader of transformers renames and converts them. No other tensor is read.
 
     Raises:
         WeightsError: If a tensor has another shape, or if a tied one was saved with two values.
@@ -287,7 +288,7 @@ def _stored(
     mapping: Any = extra("transformers.conversion_mapping").get_model_conversion_mapping(model)
     options = extra("transformers.modeling_utils").LoadStateDictConfig(weight_mapping=mapping)
     weights, target = Weights(folder), without_memory(model)
-    # What is not in its state is left where it is.
+    # The loader ignores tensors that are not in this state.
     state = {n: x for n, x in model.state_dict().items() if first.get(n) in names}
     vars(target)["state_dict"] = lambda: state
     with (  # in this thread, a tensor after the other, and without a bar for each rank

@@ -1,9 +1,9 @@
 """Saved: the directory of a transformers model, written by the first rank.
 
-The other ranks send it the tensors of their stages, one after the other. It writes shards into a
-folder inside of the directory, under temporary names. Then it removes the index of an older model,
-moves the shards into place, and writes the index last. Without an index nobody takes shards for a
-model. An older model stays whole until all is written.
+The other ranks send the tensors of their stages to the first rank, one after the other. It writes
+shards into a folder inside of the directory, under temporary names. Then it removes the index of an
+older model, moves the shards into place, and writes the index last, because a loader reads no
+shards without an index. An older model stays whole until all shards are written.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pipegrad.partition.hf.pretrained import first_names
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_VERB = "cut.save_pretrained()"  # in messages: what all ranks must call
-_PART = ".pipegrad-part"  # the folder of what is being written
+_VERB = "cut.save_pretrained()"  # in messages: the method that all ranks must call
+_PART = ".pipegrad-part"  # the temporary folder of unfinished files
 _OLD_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _TO_NUMBER = re.compile(r".*?\.\d+\.|.*")
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -49,21 +49,21 @@ def save_stages(
     tied: Iterable[Collection[str]] = (),
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Writes what ``from_pretrained`` of transformers reads. All ranks call it; it blocks.
+    """Writes a directory for ``from_pretrained`` of transformers. All ranks call it; it blocks.
 
-    A tied weight is written once. Names and layouts are those that ``save_pretrained`` of
-    transformers writes. With adapters of peft, only these are written, with the names and folders
-    of peft's ``save_pretrained``. DTensors are gathered, one after the other, so all ranks of their
-    mesh must hold the stage. The first rank needs memory for a file.
+    A tied weight is written once. Names and layouts are as in ``save_pretrained`` of transformers.
+    With adapters of peft, only the adapters are written, with the names and folders of peft's
+    ``save_pretrained``. All ranks of a DTensor's mesh must hold the stage, because DTensors are
+    gathered, one after the other. The first rank needs memory for a file.
 
     Args:
-        directory: Of the first rank. It is made if it is missing. Weights of an older model there
-            are replaced.
+        directory: A path on the first rank, which makes the directory if it is missing, and
+            replaces weights of an older model there.
         model: The uncut model, for its class, configuration and generation configuration. Its
             values are not used.
         stages: Stage -> module, for the stages of this rank, with the names of the uncut model.
-        tied: Names of one tensor each, as `pipegrad.find_tied` returns them.
-        max_shard_bytes: Size of a file. A layer is not split, so a file may be larger.
+        tied: Groups of names of one tensor each, as `pipegrad.find_tied` returns them.
+        max_shard_bytes: Size of a file. A file may be larger, because no layer is split.
 
     Raises:
         WeightsError: If a file cannot be written, or a stage has no values. All ranks raise it, or
@@ -93,7 +93,7 @@ def save_stages(
                 moves.append(_write(part, model, first, values, max_shard_bytes))
             except Exception as error:  # noqa: BLE001 - `_finish` raises it on all ranks
                 errors.append(error)
-        # Sending is a collective: a rank that wrote nothing, or could not, goes through all of it.
+        # A rank that failed to write also sends all values, because sending is a collective.
         for _ in values:
             pass
         patience = slow_seconds(torch.device("cpu"), AGREE_SECONDS)
@@ -104,7 +104,7 @@ def save_stages(
 
 
 def _finish(moves: Iterable[Callable[[], None]], errors: Iterable[Exception]) -> None:
-    """Moves what was written to its place."""
+    """Moves the written files to their place."""
     for error in errors:
         raise error
     try:
@@ -148,7 +148,10 @@ def _write(
     values: Iterator[tuple[str, Tensor]],
     max_shard_bytes: int,
 ) -> Callable[[], None]:
-    """Takes all tensors, and writes those of a model; returns what moves files to their place."""
+    """Writes the shards of a model; returns a function that moves them to their place.
+
+    With adapters of peft, the returned function also writes them.
+    """
     if has_adapter(model):
         return partial(place_adapters, part, model, first, dict(values))
     revert: Any = extra("transformers.core_model_loading").revert_weight_conversion
@@ -182,7 +185,7 @@ def _state(
 
 
 def _make_empty(part: Path) -> None:
-    """Makes the folder for what is being written; what a writer that ended left there goes."""
+    """Makes an empty folder for unfinished files, without the files of an earlier writer."""
     try:
         run_files.remove(part)
         part.mkdir(parents=True)
@@ -191,7 +194,7 @@ def _make_empty(part: Path) -> None:
 
 
 def _write_generation_config(part: Path, model: Any) -> None:  # noqa: ANN401 - of any kind
-    """Writes it first: transformers refuses some of them, before anything else was written."""
+    """Writes the generation configuration, first because transformers refuses some of them."""
     if has_adapter(model) or not model.can_generate():
         return
     try:
@@ -201,7 +204,7 @@ def _write_generation_config(part: Path, model: Any) -> None:  # noqa: ANN401 - 
 
 
 def _place(part: Path, model: Any, shards: _Shards) -> None:  # noqa: ANN401 - of any kind
-    """Moves what was written to its place, and writes the index last."""
+    """Moves the written shards to their place, and the index last."""
     folder, number = part.parent, len(shards.files)
     files = [f"model-{i + 1:05}-of-{number:05}.safetensors" for i in range(number)]
     index = {
@@ -213,7 +216,7 @@ def _place(part: Path, model: Any, shards: _Shards) -> None:  # noqa: ANN401 - o
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 makes a class
     config.dtype = shards.dtype or config.dtype
-    if getattr(model, "_auto_class", None) is not None:  # of code that a directory had
+    if getattr(model, "_auto_class", None) is not None:  # its code came from a directory
         extra("transformers.dynamic_module_utils").custom_object_save(model, part, config)
     config.save_pretrained(part)
     (part / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
