@@ -154,8 +154,8 @@ def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examinati
 def _pairs(ranks: Sequence[RankFacts]) -> list[Pair]:
     """Returns the links to measure: all if there are few ranks, else links to both neighbours.
 
-    Returns none if ranks have different backends or types of device, because these cannot send to
-    each other. `oddities` reports them. GPUs with different names can send to each other.
+    The list is empty if ranks have different backends or types of device, because these cannot send
+    to each other. `oddities` reports them. GPUs with different names can send to each other.
     """
     types = {(facts.backend, facts.device.partition(" ")[0].partition(":")[0]) for facts in ranks}
     size = len(ranks)

@@ -278,7 +278,7 @@ class Recording:
 
     @property
     def _program(self) -> Program:
-        # The Scheduler's Program may have changed: by an adaptive schedule, or a new batch size.
+        # The Program may have changed, by an adaptive schedule or another number of microbatches.
         return self._recorder.program or self._scheduler.program
 
     def _read_clocks(self) -> list[Reading]:

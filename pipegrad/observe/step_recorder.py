@@ -64,8 +64,8 @@ class DeviceStamps(Stamps):
         return event
 
     def settle(self) -> None:
-        # Wait for the device twice. The first wait makes it reach the event at once, because it is
-        # idle. After the second one, the host's clock is right to some microseconds.
+        # Wait for the device twice. After the first wait it is idle, and reaches the event at once.
+        # After the second one, the host's clock is right to some microseconds.
         sync_points.finish_device(self._device)
         event = self.now()
         sync_points.finish_device(self._device)

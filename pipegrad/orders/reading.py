@@ -253,7 +253,7 @@ def _steps_of(
         yield from steps
         waited = [step for step in steps if step.done in TRANSFERS]
         if call.arguments.get("overlap_p2p_comm") == "True":
-            # Receives end before the compute that reads them. A send ends after the next one.
+            # Receives end before the compute that reads them. A send ends after the next send.
             sends = {step.done: step for step in waited if step.done.startswith("SEND")}
             waited = [
                 last_sent.pop(done)
@@ -351,7 +351,7 @@ class _Named:
         return {"RECV_F": 0, "SEND_B": 0, "SEND_F": self._last, "RECV_B": self._last}[done]
 
     def is_idle(self, done: str, call: _Call) -> bool:
-        """True if a Megatron call has no such transfer, as some of the first and last rank."""
+        """True if a call of Megatron skips this transfer; first and last ranks make all calls."""
         if done not in TRANSFERS or call.name[0].isupper():
             return False
         if call.arguments.get(_FLAGS[done]) in ("None", "False"):
