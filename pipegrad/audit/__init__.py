@@ -1,6 +1,6 @@
-"""Is the gradient of somebody's pipeline the one of one process? And if not, why?
+"""Compares the gradients of a pipeline and of one process, and finds why they differ.
 
-`audit.py` is to be read first: one step, watched on all ranks and compared on one.
+Read `audit.py` first: it runs a step on all ranks, and rank 0 compares it with one process.
 """
 
 from pipegrad.audit.audit import Audit as Audit

@@ -1,11 +1,11 @@
-"""Audit: are the gradients of somebody's pipeline those of one process?
+"""Audit: compares the gradients of a user's pipeline with the gradients of one process.
 
 [Note: an audit]
 1. The caller's step runs on all ranks, as it is: schedule, reductions, clipping, optimizer.
 2. Gradients are copied right before the optimizer steps, parameters after it (`seen.py`).
 3. Rank 0 computes the same step on the uncut model, in float64 (`truth.py`).
-4. A wrong gradient is compared with those that known defects make (`hypotheses.py`), and the one
-   that fits says why (`causes.py`).
+4. A wrong gradient is compared with the gradients that known defects make (`hypotheses.py`). The
+   defect that fits is its cause (`causes.py`).
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ _USED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """A pipeline's training step, beside the model of one process. `run` compares them.
+    """A pipeline's training step and the model of one process. `run` compares them.
 
-    The first step that is wrong is the last one: mend it, and audit again.
+    The audit ends after the first wrong step, because later steps would start with its values. Fix
+    the cause, and audit again.
 
-    Every rank makes one, with what it holds, and calls `run`. Afterwards parameters and optimizers
-    have stepped, so train with new ones.
+    Every rank creates an `Audit` with its own modules, and calls `run`. Train with new modules and
+    optimizers afterwards, because the audit has stepped these.
 
     Attributes:
         step: ``step(inputs, target)`` is one whole training step of this rank on the batch of its
@@ -63,8 +64,8 @@ class Audit:
             the loss, a list of losses of microbatches, a tuple whose first value is one of these,
             or ``{"loss": ..., "grad_norm": ...}``. It is called once for each batch, and twice if
             there is one batch alone: a stale gradient shows in the second step.
-        modules: What this rank holds: the modules of its stages. DistributedDataParallel, FSDP2,
-            compiled modules and DTensors are known.
+        modules: The modules of this rank's stages. DistributedDataParallel, FSDP2, compiled modules
+            and DTensors are supported.
         model: The uncut model, on every rank, with the same names or the same values.
         loss_fn: ``loss_fn(output, target)`` is the mean loss of the uncut model's output. If it
             returns a tuple, the first value is the loss. Model and loss are computed in float64.
@@ -72,10 +73,10 @@ class Audit:
             or dicts, tuples and lists of them. Their first dimension is cut into replicas, and then
             into microbatches. The uncut model gets a dict by name, a tuple by position. An iterator
             needs `steps`.
-        microbatches: Of a step on one replica.
+        microbatches: Number of microbatches of a step on one replica.
         replica: Index of the data that this rank gets, from 0.
-        num_replicas: Of different data. All ranks of a pipeline, and those of tensor parallelism,
-            have the same data.
+        num_replicas: Number of replicas with different data. All ranks of a pipeline have the same
+            data, and so have all ranks of tensor parallelism.
         names: Names of the modules' parameters -> names in the uncut model. By default they are
             matched by names, or by shapes and values.
         gradients: Returns gradients by names of the modules' parameters, right before the
@@ -84,18 +85,18 @@ class Audit:
             the step calls torch's functions. The step also calls `before_clipping`, or returns the
             norm of its gradients.
         autocast: The dtype in which the pipeline computes, if its parameters have another one.
-        by_microbatch: Whether the right gradient is that of a model which computes each microbatch
-            by itself, also where samples of a batch depend on each other, as in BatchNorm. By
-            default it is that of the whole batch.
-        optimizer: ``optimizer(model)`` returns what updates the uncut model in one process: an
-            optimizer of the same options as the pipeline's, or an object whose ``step()`` also
-            clips, or changes the learning rate. It gets the gradients that the pipeline's
-            optimizers have had. By default updates are not compared.
+        by_microbatch: True if the right gradient is computed from each microbatch alone, also where
+            samples of a batch depend on each other, as in BatchNorm. By default it is computed from
+            the whole batch.
+        optimizer: ``optimizer(model)`` creates the optimizer of the uncut model in one process,
+            with the same options as the pipeline's. It may be any object whose ``step()`` updates
+            the model, for example one that also clips, or changes the learning rate. It gets the
+            gradients that the pipeline's optimizers got. By default updates are not compared.
         variants: Name -> a function that returns this rank's audit with one option changed, for
-            both sides. It makes modules anew, from the same seed. After its own steps an audit
-            compares each variant with one process, and what the option changes in the pipeline with
-            what it changes in one process. A function that raises a ValueError, ImportError,
-            NotImplementedError, AssertionError or PipegradError has refused the option.
+            both sides. It creates new modules, from the same seed. After its own steps an audit
+            compares each variant with one process. It also compares how much the option changes the
+            pipeline and how much it changes one process. A function refuses the option if it raises
+            a ValueError, ImportError, NotImplementedError, AssertionError or PipegradError.
     """
 
     step: Callable[[Any, Any], object]
@@ -118,11 +119,11 @@ class Audit:
         """Runs steps and compares them with one process. All ranks must call it.
 
         Args:
-            steps: How many; by default one for each batch, and two for a batch alone.
-            tolerance: Of a gradient: norm of the difference, divided by the norm of the right one,
-                or by 1/1000 of the norm of all gradients if that is larger. By default it is
-                derived: 32 x eps x sqrt(targets) for the rounding of float32, and 4 times the error
-                that one process has in the pipeline's dtype, but at most 0.25.
+            steps: Number of steps; by default one for each batch, and two for a single batch.
+            tolerance: Largest error of a gradient: norm of the difference, divided by the norm of
+                the right gradient, or by 1/1000 of the norm of all gradients if that is larger. By
+                default it is derived: 32 x eps x sqrt(targets) for the rounding of float32, and 4
+                times the error that one process has in the pipeline's dtype, but at most 0.25.
 
         Returns:
             The report, the same on all ranks.
@@ -130,7 +131,7 @@ class Audit:
         Raises:
             PlanError: If modules are no part of the uncut model, or sizes do not fit.
             AgreementError: If ranks fail differently; if one process cannot compute the uncut model
-                in float64, or the uncut model draws random numbers.
+                in float64; or if the uncut model draws random numbers.
         """
         if not dist.is_initialized():
             raise PlanError(_NO_GROUP)
@@ -178,7 +179,7 @@ class Audit:
 
 
 class NotComparedError(AgreementError):
-    """One process cannot compute what the pipeline has computed. The same on all ranks."""
+    """One process cannot compute the pipeline's step. All ranks raise the same error."""
 
 
 class _Run:
@@ -211,7 +212,7 @@ class _Run:
         self._first = [tensor.detach().clone() for tensor in self._tensors()]
 
     def report(self) -> Report:
-        """Runs steps until one is wrong; returns what was found."""
+        """Runs steps until one is wrong; returns the report."""
         begin, number = time.monotonic(), 0
         findings, gradients, notes = list[Finding](), list[Gradient](), list[str]()
         for number, batch in enumerate(self._batches, 1):
@@ -230,7 +231,7 @@ class _Run:
     def beside(
         self, name: str, change: Callable[[], Audit], usual: Report
     ) -> tuple[Variant, tuple[Finding, ...], tuple[str, ...]]:
-        """Runs the audit of a variant; returns what it changes, what is wrong with it, and notes.
+        """Runs the audit of a variant; returns its comparison, its findings and new notes.
 
         Raises:
             PlanError: If a step fails.
@@ -277,7 +278,7 @@ class _Run:
             raise NotComparedError(str(error)) from error
 
     def _seen(self, batch: Batch) -> Seen:
-        """Runs a step; returns what this rank had in it."""
+        """Runs a step; returns the snapshot of this rank."""
         audit = self._audit
         share = leaves_cut(batch, audit.num_replicas)[audit.replica]
 
@@ -317,10 +318,10 @@ def _on_rank_0(what: str, function: Callable[[], T]) -> T:
 
 
 def _made(name: str, change: Callable[[], Audit]) -> tuple[Audit | None, str]:
-    """Returns the audit of a variant; None and why, if all ranks refuse the option.
+    """Returns the audit of a variant; if all ranks refuse the option, None and the reason.
 
     Raises:
-        AgreementError: If some ranks fail, or the function has an error of its own.
+        AgreementError: If some ranks fail, or the function raises an error that refuses nothing.
     """
 
     def make() -> tuple[Audit | None, str]:
@@ -343,5 +344,5 @@ def _made(name: str, change: Callable[[], Audit]) -> tuple[Audit | None, str]:
     return other, next(filter(None, refusals), "")
 
 
-# What code raises to refuse an option. Other errors, as of names, are mistakes.
+# Errors that refuse an option. Other errors, such as a NameError, are mistakes.
 _REFUSALS = PipegradError, ValueError, NotImplementedError, AssertionError, ImportError

@@ -1,7 +1,7 @@
-"""Causes: what a hypothesis that makes a gradient, and its scale, say in words.
+"""Causes: the words for a hypothesis that makes a gradient, and for its scale.
 
-Several hypotheses may make one gradient. One whose scale is a known count is preferred to one with
-a number that nothing explains, and then the one that says the fewest things.
+Several hypotheses may make one gradient. A scale that is a known count is preferred to a number
+without an explanation. Among these, the explanation with the fewest causes is preferred.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pipegrad.audit.hypotheses import AT_ONCE, Fit, Hypothesis
 from pipegrad.audit.report import shown
 from pipegrad.audit.truth import BEFORE, BEHIND, MICROBATCHES, REPLICAS
 
-_CLOSE = 0.02  # of a ratio; two causes differ by far more
-_EXACT = 1e-3  # of a factor that is to be a count
-_NONE = 1e-3  # a share below this is no share
+_CLOSE = 0.02  # of a ratio, because two causes differ by far more
+_EXACT = 1e-3  # of a factor that should be a count
+_NONE = 1e-3  # a smaller share counts as zero
 _TIMES = ("", " once", " twice", " three times")
 
 
 class Cause(NamedTuple):
-    """What is wrong, and what to do; "" if nothing is known."""
+    """The words for a defect, and advice; "" if there is none."""
 
     words: str
     advice: str = ""
@@ -35,10 +35,10 @@ class Odd(Cause):
 
 @dataclass(frozen=True)
 class Place:
-    """What is known of a rank and of its other gradients, for the words of a cause.
+    """Facts about a rank and its other gradients, for the words of a cause.
 
     Attributes:
-        replicas: Replicas whose data the rank has had; several where a sharded gradient lies there.
+        replicas: Replicas whose data the rank got; several if a sharded gradient lies there.
         uses: Indices of the uses of a tied parameter on this rank.
         holders: Number of ranks of a replica that hold the parameter.
         counts: Name -> a number that a gradient may be multiplied or divided by, such as
@@ -50,7 +50,7 @@ class Place:
         num_uses: Number of all uses of the parameter.
         usual: The factor by which parameters of this rank that are not tied are too large.
         others: Hypotheses that explain other parameters of the rank.
-        is_apart: True if the parameter has the data of the own replica alone on all ranks.
+        is_apart: True if on all ranks the parameter's gradient has data of the rank's replica only.
         is_coupled: True if no parts of microbatches make the gradient of the batch.
     """
 
@@ -101,7 +101,7 @@ _LOOK = (
 
 
 class Explanation(NamedTuple):
-    """Why a gradient is wrong, and the hypothesis that says so."""
+    """The causes of a wrong gradient, and the hypothesis that fits."""
 
     causes: Sequence[Cause]
     fit: Fit | None = None
@@ -112,7 +112,7 @@ class Explanation(NamedTuple):
         return not any(isinstance(cause, Odd) for cause in self.causes)
 
     def complexity(self) -> tuple[bool, int]:
-        """Orders explanations: what is known, and then what says the fewest things, is simplest."""
+        """Returns the order of explanations: known ones first, then those with fewer causes."""
         return not self.is_known, len(self.causes)
 
 
@@ -123,7 +123,7 @@ def explained(fitting: Sequence[Fit], place: Place, tolerance: float) -> Explana
     for fit in fitting:
         for causes in _readings(fit, place, close, exact):
             one = Explanation(causes, fit)
-            # Any hypothesis makes few elements, so by chance one has a known scale.
+            # Any hypothesis fits a gradient of few elements. Its scale may be a count by chance.
             is_usual = not fit.hypothesis.num_defects or fit.hypothesis in place.others
             if causes and (fit.is_sure or (one.is_known and is_usual)):
                 every.append(one)
@@ -131,10 +131,10 @@ def explained(fitting: Sequence[Fit], place: Place, tolerance: float) -> Explana
 
 
 def _readings(fit: Fit, place: Place, close: float, exact: float) -> Iterator[list[Cause]]:
-    """Yields the ways to say what a hypothesis and its scales are."""
+    """Yields the possible lists of causes for a hypothesis and its scales."""
     about = list(_of_hypothesis(fit.hypothesis, place))
     if fit.hypothesis.apart is not None:
-        if all(scale > _NONE for scale in fit.scales):  # without one of them, it is not reduced
+        if all(scale > _NONE for scale in fit.scales):  # a missing use is a tie without a reduction
             for scale, share in zip(fit.scales, (fit.share, 1.0), strict=True):
                 about += _of_scale(scale, share, replace(place, holders=1, usual=scale), exact)
             yield list(dict.fromkeys(about))
@@ -153,7 +153,7 @@ def _readings(fit: Fit, place: Place, close: float, exact: float) -> Iterator[li
 
 
 def _of_hypothesis(one: Hypothesis, place: Place) -> Iterator[Cause]:
-    """Yields what is in a gradient, and what is not."""
+    """Yields the causes that the hypothesis itself contains."""
     if one.is_stale:
         yield STALE
     if place.is_coupled and one.view != AT_ONCE:
@@ -192,7 +192,7 @@ def _of_hypothesis(one: Hypothesis, place: Place) -> Iterator[Cause]:
 
 
 def _of_view(one: Hypothesis, place: Place) -> Iterator[Cause]:
-    """Yields how the loss is divided, or with what it is computed, if that is wrong."""
+    """Yields the cause if the loss is divided wrongly, or computed with wrong targets."""
     number = len(place.targets) // place.num_replicas
     if one.view == REPLICAS and not one.replicas:
         sums = [sum(place.targets[i : i + number]) for i in range(0, len(place.targets), number)]
@@ -238,13 +238,13 @@ def _of_scale(scale: float, share: float, place: Place, close: float) -> list[Ca
     """Returns the causes of a factor that all parts have."""
     if abs(scale) < _NONE:
         return [_MISSING]
-    # What is not added up may have its own mean: its weight is as much larger.
+    # Without accumulation, the loss may be a mean of its own: weights are larger by 1 / share.
     factors = dict.fromkeys([scale, scale * share])
     if any(_is(factor, 1.0, close) for factor in factors):
         return []
     ways = list[Explanation]()
     for factor in factors:
-        # A parameter of its own scale is reduced otherwise than those beside it.
+        # A parameter with another scale than the rest of its rank is reduced differently.
         alone = _of_reductions(scale / place.usual, place, close)
         of_rank = factor * place.usual / scale if alone else factor
         ways.append(Explanation([*alone, *_of_counts(of_rank, place.counts, close)]))
@@ -252,7 +252,7 @@ def _of_scale(scale: float, share: float, place: Place, close: float) -> list[Ca
 
 
 def _of_reductions(factor: float, place: Place, close: float) -> list[Cause]:
-    """Returns the cause of a factor that one parameter of a rank has, by its reductions."""
+    """Returns the cause of a factor of one parameter of a rank, by its reductions."""
     size = max(factor, 1 / factor) if factor > 0 else 1.0
     ways = [(place.num_replicas, "replicas")]
     if place.holders > 1:
@@ -275,7 +275,7 @@ def _of_reductions(factor: float, place: Place, close: float) -> list[Cause]:
 
 
 def _of_counts(factor: float, counts: Mapping[str, int], close: float) -> list[Cause]:
-    """Returns the cause of a factor that all parameters of a rank have."""
+    """Returns the cause of a factor that all parameters of a rank share."""
     if _is(factor, 1.0, close):
         return []
     counted = _counted(factor, counts, close)
@@ -290,10 +290,10 @@ def _of_counts(factor: float, counts: Mapping[str, int], close: float) -> list[C
 
 
 def _counted(factor: float, counts: Mapping[str, int], close: float) -> str | None:
-    """Returns the words for a factor that is a product of counts; None if it is none."""
+    """Returns the words for a factor that is a product of counts; None if it is not one."""
     names = [(name, count) for name, count in counts.items() if count > 1]
     once = [(*one, power) for one in names for power in (1, -1)]
-    # Each stage may scale what the next one has scaled.
+    # Each stage may scale the gradient that the next stage has scaled.
     more = [(*one, power) for one in names for power in (2, -2, 3, -3)]
     pairs = [(a, b) for a, b in itertools.combinations(once, 2) if a[0] != b[0]]
     for made in [*((one,) for one in once), *((one,) for one in more[:4]), *pairs]:

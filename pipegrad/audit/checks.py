@@ -1,6 +1,6 @@
-"""Checks: what the caller gives an audit, before the first step; the same error on all ranks.
+"""Checks: the arguments of an audit, before the first step; all ranks raise the same error.
 
-Then names: which parameter of the uncut model is this one of a stage?
+Then names: `match` finds the parameter of the uncut model for each parameter of a stage.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def checked(audit: Audit, steps: int | None, tolerance: float | None) -> list[Batch]:
-    """Returns the batches of the steps; a batch alone is there twice.
+    """Returns the batches of the steps; a single batch is repeated.
 
     Raises:
-        PlanError: If something cannot be audited.
+        PlanError: If an argument is wrong, or a module cannot be audited.
     """
     if tolerance is not None and not tolerance > 0:
         raise PlanError(f"tolerance is {tolerance}, expected a number above 0")
@@ -103,12 +103,12 @@ def _check_batch(batch: object, microbatches: int, num_replicas: int) -> None:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Returns a copy of the uncut model, which the caller's steps cannot change."""
+    """Returns a copy of the uncut model, because the caller's steps may change the original."""
     try:
         result = copy.deepcopy(model)
         for module in result.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                module.sparse = False  # the same values, and all of them
+                module.sparse = False  # gradients have the same values, and all of them
         return result
     except (TypeError, RuntimeError, AttributeError) as error:
         raise PlanError(
@@ -123,7 +123,7 @@ Reply = tuple[list[str], str, tuple[int, int, int, int], list[str]]
 
 
 def check_ranks(audit: Audit, every: Sequence[Reply]) -> list[str]:
-    """Checks what all ranks give; returns notes of what is odd in it.
+    """Checks the arguments of all ranks; returns notes about unusual ones.
 
     Raises:
         PlanError: If sizes, variants or batches differ, or a replica or a parameter has no rank.
@@ -168,11 +168,11 @@ def check_ranks(audit: Audit, every: Sequence[Reply]) -> list[str]:
 
 @dataclass(frozen=True)
 class Names:
-    """What a rank holds, by names of the uncut model.
+    """Tensors of a rank, by names of the uncut model.
 
     Attributes:
-        parameters: A parameter with several names has an entry for each.
-        buffers: That the uncut model has, too.
+        parameters: Parameters; one with several names has an entry for each.
+        buffers: Buffers that the uncut model has, too.
         uses: Name of a parameter -> all its names on this rank.
         of_modules: Names in the modules -> names in the uncut model.
     """
@@ -186,11 +186,11 @@ class Names:
 def match(
     modules: Sequence[nn.Module], model: nn.Module, known: Mapping[str, str] | None = None
 ) -> Names:
-    """Returns what a rank holds, by names of the uncut model.
+    """Returns the tensors of a rank, by names of the uncut model.
 
-    Names are taken, without those of wrappers, if shapes and values are equal. Otherwise a module
-    is looked for as a run of the uncut model's parameters and buffers, by shapes and values, as a
-    slice of its layers is one. If there is none, names and shapes suffice.
+    Names without the segments of wrappers are used if shapes and values are equal. Otherwise a
+    module is searched by shapes and values in the uncut model's list of parameters and buffers,
+    because a slice of its layers is a run of that list. If no run fits, names and shapes suffice.
 
     Raises:
         PlanError: If no run has these shapes and values, or several have.
@@ -241,7 +241,7 @@ def _names_there(
     has_names = all(shapes.get(bare[name]) == tensor.shape for name, tensor in trained)
     if has_names and all(_equal(tensor, tensors[bare[name]]) for name, tensor in trained):
         return {name: there for name, there in bare.items() if there in shapes}
-    # A slice of layers may begin again at 0. Then its names are those of other layers.
+    # A slice of layers may count from 0 again. Then its names belong to other layers.
     runs = [whole[first : first + len(own)] for first in range(len(whole) - len(own) + 1)]
     fitting = [
         run
@@ -266,7 +266,7 @@ def _names_there(
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters and buffers in the order of modules, as often as they are used."""
+    """Yields parameters and buffers in the order of modules, once for each of their names."""
     for home, part in module.named_modules(remove_duplicate=False):
         tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
         for name, tensor in tensors:
@@ -274,7 +274,7 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    # The shards of a DTensor are with other ranks, and asking would be a collective.
+    # Other ranks hold the other shards of a DTensor, and comparing them needs a collective.
     return is_dtensor(a) or torch.equal(a.detach().cpu(), b.detach().cpu().to(a.dtype))
 
 

@@ -1,9 +1,10 @@
-"""Clipping: by which norm did a rank clip its gradients?
+"""Clipping: finds the norm by which a rank clipped its gradients.
 
-[Note: a norm by its parameters] A norm is compared with that of the gradients that the ranks
-really had, so it differs from that of right gradients, and with wrong norms that are known. If
-gradients were seen only after they were clipped, the norm says what they were before; if they were
-seen before and after, their factor says the norm.
+[Note: a norm by its parameters] A norm is compared with the norm of the gradients that the ranks
+really had, and with wrong norms that are known. It is not compared with the norm of right
+gradients, because a wrong gradient changes its norm, too. If gradients were copied only after
+clipping, the norm gives their values before it. If they were copied before and after, their factor
+gives the norm.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pipegrad.audit.states import Entry, First, entries_of
 from pipegrad.errors import PlanError
 
 _CLOSE = 1e-4  # of a norm
-_ADDED = 1e-6  # by torch to a norm, before it divides
+_ADDED = 1e-6  # torch adds it to a norm before it divides
 _CLOSE_LOW = 4e-3  # of a norm of gradients in half precision
 _CHANGED = Cause(
     "the gradient changes between clipping and the optimizer's step, beside the factor of its rank",
@@ -39,7 +40,7 @@ def right_norm(rank: int, entries: Sequence[Entry]) -> float:
 
 
 def wrong_norms(norms: Mapping[int, float | None], entries: Sequence[Entry]) -> list[Finding]:
-    """Returns what is wrong with the norms of ranks; 0 if a rank has not clipped."""
+    """Returns findings about the norms of ranks; a norm is 0 if its rank has not clipped."""
     findings, close = list[Finding](), _close(entries)
     wrong = {
         rank: norm
@@ -85,7 +86,7 @@ def _source(norm: float, rank: int, entries: Sequence[Entry], close: float) -> i
 
 
 def _close(entries: Iterable[Entry]) -> float:
-    """Returns the relative error that a norm may have: of a gradient after it was clipped, too."""
+    """Returns the allowed relative error of a norm, also for gradients after clipping."""
     dtypes = {entry.gradient.dtype for entry in entries if entry.gradient is not None}
     return _CLOSE if dtypes <= {torch.float32, torch.float64} else _CLOSE_LOW
 
@@ -93,7 +94,7 @@ def _close(entries: Iterable[Entry]) -> float:
 def _of_replica(rank: int, entries: Sequence[Entry]) -> list[Entry]:
     replicas = {r for entry in entries if rank in entry.ranks for r in entry.replicas}
     own = [entry for entry in entries if replicas & set(entry.replicas)]
-    # Replicas share what one of them holds alone, such as an expert.
+    # An expert, for example, may be in one replica alone, and all replicas share it.
     names = {entry.name for entry in own}
     return own + [entry for entry in entries if entry.name not in names]
 
@@ -110,12 +111,12 @@ def _norm(entries: Iterable[Entry]) -> float:
 def unclipped(
     seen: Sequence[Seen], first: First, clip_norm: float | None
 ) -> tuple[list[Entry], list[Finding], dict[int, float]]:
-    """Returns gradients as they were before they were clipped, wrong norms, and changes behind it.
+    """Returns gradients before clipping, findings about norms, and factors after clipping.
 
-    The last is by rank: the factor by which gradients are multiplied after they were clipped.
+    The factors are by rank: gradients were multiplied by them between clipping and the optimizer.
 
     Raises:
-        PlanError: If a rank has clipped, and neither its norm nor its gradients before were seen.
+        PlanError: If a rank clipped, and neither its norm nor its gradients before are known.
     """
     after = entries_of(seen, [of_rank.gradients for of_rank in seen], first)
     maxima = {s.rank: s.clip_norm for s in seen if s.clip_norm is not None}
@@ -129,7 +130,7 @@ def unclipped(
         return before, [], {}  # by value: compared before it alone
     findings, changed, later = list[Finding](), list[Finding](), dict[int, float]()
     for of_rank in seen:
-        # The factors of clipping by first name, where torch's functions have clipped.
+        # Factors by which torch's functions clipped, by first name.
         factors = {
             first[name]: factor(clip.norm + _ADDED, clip.max_norm)
             for clip in of_rank.clips
@@ -149,12 +150,12 @@ def unclipped(
         details = tuple(f"rank {rank} clips to {maximum:g}" for rank, maximum in maxima.items())
         words = "ranks clip to different norms"
         findings.append(Finding(words, _ADVICE, (), tuple(maxima), details=details))
-    # Norms of what changes later say nothing.
+    # If gradients change after clipping, their norms prove nothing.
     return before, changed or findings, {} if changed else later
 
 
 def _before(entry: Entry, norms: Mapping[int, float | None], clip_norm: float | None) -> Entry:
-    """Returns a gradient as it was before its rank has clipped it by its norm."""
+    """Returns a gradient before its rank clipped it by its norm."""
     norm = norms[entry.ranks[0]]
     if entry.gradient is None or clip_norm is None:
         return entry
@@ -170,7 +171,7 @@ def _before(entry: Entry, norms: Mapping[int, float | None], clip_norm: float | 
 def _behind(
     rank: int, before: Sequence[Entry], after: Sequence[Entry], factors: Mapping[str, float]
 ) -> tuple[float, list[Entry]]:
-    """Returns the factor of gradients of a rank behind clipping, and those that have another one."""
+    """Returns the factor of a rank's gradients after clipping, and gradients with another one."""
     there = {entry.key: entry.gradient for entry in before}
     pairs, others = list[tuple[Entry, Tensor, Tensor]](), list[Entry]()
     for entry in (entry for entry in after if rank in entry.ranks):
@@ -193,5 +194,5 @@ def _behind(
 
 
 def factor(norm: float, clip_norm: float) -> float:
-    """Returns what gradients of a norm are multiplied by, if they are clipped."""
+    """Returns the factor by which clipping multiplies gradients of this norm."""
     return min(1.0, clip_norm / norm) if norm else 1.0

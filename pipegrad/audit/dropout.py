@@ -1,4 +1,4 @@
-"""Dropout: no two runs draw the same masks, so numbers are compared without it."""
+"""Dropout: numbers are compared without it, because no two runs draw the same masks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _OPERATORS: Mapping[object, tuple[str, int]] = {  # name and position of their p
 
 
 class Without:
-    """Sets the probability of dropout to 0, wherever torch's functions are called.
+    """Sets the probability of dropout to 0 in all calls of torch's functions.
 
     Args:
-        modules: Whose dropout is set to 0, too, where it is no function that can be replaced, as in
-            nn.LSTM and in traced graphs.
+        modules: Modules whose dropout is no function that can be replaced, as in nn.LSTM and in
+            traced graphs; it is set to 0, too.
 
     Attributes:
-        dropped: Probabilities with which something would have been dropped.
+        dropped: Probabilities of the dropout that was switched off.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
@@ -45,13 +45,13 @@ class Without:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Sets it inside."""
+        """Sets it to 0 inside the context."""
         with contextlib.ExitStack() as stack:
             for home, name, argument, position in _FUNCTIONS:
                 patched = self._without(getattr(home, name), argument, position)
                 stack.enter_context(mock.patch.object(home, name, patched))
             for module in self._modules:
-                if isinstance(module, GraphModule):  # after its nodes are as they were
+                if isinstance(module, GraphModule):  # last, when its nodes are restored
                     stack.callback(module.recompile)
                 graph = getattr(module, "graph", None)
                 for node in graph.nodes if isinstance(graph, Graph) else ():
@@ -71,7 +71,7 @@ class Without:
         self, function: Callable[..., Any], argument: str, position: int
     ) -> Callable[..., Any]:
         takes_training = argument == "p"
-        is_on = "alpha" not in function.__name__  # if the caller does not say
+        is_on = "alpha" not in function.__name__  # the default, if the caller gives none
 
         def called(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - torch's signature
             probability = args[position] if len(args) > position else options.get(argument)

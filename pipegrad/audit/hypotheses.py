@@ -1,11 +1,11 @@
 """Hypotheses: which known defect makes a wrong gradient?
 
-[Note: hypotheses] One process knows the gradient that each defect would leave: that of the last
-microbatches alone, of one replica, of one use of a tied parameter, of a loss that is divided
-otherwise. Each is a vector h. It explains a gradient g if g = s h for some scale s; the norm of
-g - s h by that of g is the residual. Only outputs, one use of a tied parameter against the others,
-and the step before have scales of their own. Simple hypotheses come first. If none fits, the report
-has the smallest residual, and no cause.
+[Note: hypotheses] One process computes the gradient that each defect would leave: for example, the
+gradient of the last microbatches alone, of one replica, of one use of a tied parameter, or of a
+loss that is divided differently. Each is a vector h. It explains a gradient g if g = s h for some
+scale s. The residual is the norm of g - s h, divided by the norm of g. Only outputs, one use of a
+tied parameter against the others, and the step before have scales of their own. Simple hypotheses
+come first. If none fits, the report has the smallest residual, and no cause.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from pipegrad.audit.truth import WHOLE
 
 AT_ONCE = "at once"  # a view without parts: the right gradient
-_LEAST = 1e-9  # of a gradient, below which nothing is distinguished
-_MARGIN = 8.0  # of what is allowed over what rounding makes: smaller parts are not distinguished
+_LEAST = 1e-9  # of a gradient; smaller differences are ignored
+_MARGIN = 8.0  # of the allowed error over the error of rounding; smaller parts have no scale
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Hypothesis:
     """A gradient that a known defect would leave.
 
     Attributes:
-        view: How the loss is divided.
+        view: Name of the way in which the loss is divided.
         last: Number of the last microbatches that are in it; 0 for all.
         replicas: Replicas whose data is in it; empty for all.
         use: Index of the only use of a tied parameter that is in it; None for all.
-        apart: Index of the only use in which something is wrong. It has a scale of its own; all
-            microbatches of the other uses are there.
+        apart: Index of the only wrong use. It has a scale of its own; all microbatches of the other
+            uses are there.
         by_term: True if each output has a scale of its own.
         is_stale: True if the gradient of the step before is in it, with a scale of its own.
     """
@@ -49,7 +49,7 @@ class Hypothesis:
 
     @property
     def num_defects(self) -> int:
-        """How many things are wrong in it."""
+        """Number of its defects."""
         wrong = [self.last, self.replicas, self.by_term, self.is_stale]
         wrong += [self.view not in {AT_ONCE, WHOLE}, self.use is not None, self.apart is not None]
         return sum(map(bool, wrong))
@@ -60,9 +60,9 @@ class Fit:
     """A hypothesis that makes a gradient.
 
     Attributes:
-        hypothesis: What it says.
-        scales: Its scale; of outputs one each, NaN for those without a share; of a use that is
-            apart its own, and one of the others.
+        hypothesis: The hypothesis.
+        scales: Its scale. With `by_term`, one for each output, NaN for an output without a share;
+            with `apart`, one for this use, and one for the others.
         share: Share of all microbatches that are in it.
         is_sure: False if the gradient has so few elements that any would fit.
     """
@@ -86,7 +86,7 @@ def fits(
         gradient: The gradient of the pipeline, of any dtype.
         parts: View -> parts, ``(replicas, microbatches, terms, uses, numel)``. `AT_ONCE` has one.
         allowed: Norm of the rounding of the gradient.
-        own: Replicas whose data the rank has had.
+        own: Replicas whose data the rank got.
         before: The gradient that this rank had in the step before, if there was one.
     """
     actual = gradient.double().reshape(-1)
@@ -130,6 +130,6 @@ def _every(
             if terms > 1:
                 yield replace(one, by_term=True), chosen.sum(1), share
     if before is not None:
-        # What is reduced again in this step has another scale than what is new.
+        # Values that this step reduces again have another scale than new ones.
         right = parts[AT_ONCE].sum((0, 1, 2, 3))
         yield Hypothesis(is_stale=True), torch.stack([right, before.double().reshape(-1)]), 1.0

@@ -1,4 +1,4 @@
-"""Judge: compares what all ranks had in a step with one process. It runs on rank 0 alone."""
+"""Judge: compares the steps of all ranks with one process. It runs on rank 0 alone."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from pipegrad.errors import PlanError
 
 _ROUNDING = 32.0  # factor of the rounding of a gradient
 _NOISE = 4.0  # factor of the error of one process that computes in the pipeline's dtype
-_SMALL = 1e-3  # gradients below this share of the whole norm are compared with it
+_SMALL = 1e-3  # errors of smaller gradients are divided by this share of the whole norm
 _UPDATE = 1e-3  # relative error of an update by the same optimizer on the same gradient
-_MOST_ALLOWED = 0.25  # else a missing gradient would pass
+_MOST_ALLOWED = 0.25  # because a missing gradient would pass otherwise
 _TINY = torch.finfo(torch.float64).tiny
-_EXACT = 1e-12  # of a gradient that is float64 all the way
+_EXACT = 1e-12  # of a gradient that is computed in float64 from start to end
 _RIGHT = Fit(Hypothesis(), (1.0,))
 _DRIFT = Cause(
     "copies of the parameter differ after the optimizer's step",
@@ -54,7 +54,7 @@ _COUPLED = (
 
 
 class Compared(NamedTuple):
-    """A gradient beside the right one; its error, and what is allowed, are divided by `scale`."""
+    """A gradient and the right one; `error` and `allowed` are divided by `scale`."""
 
     entry: Entry
     actual: Tensor
@@ -74,10 +74,10 @@ class Judge:
     Attributes:
         model: The uncut model. It becomes float64, and gets the values of the ranks in each step.
         clip_norm: The norm to which the step clips; None to take it from torch's functions.
-        tolerance: Relative, of each gradient; None to derive it.
-        autocast: In which the pipeline computes, if that is another dtype than its parameters'.
-        optimizer: Makes that of one process; None if updates are not compared.
-        notes: What was not compared, and why.
+        tolerance: Largest relative error of each gradient; None to derive it.
+        autocast: The dtype in which the pipeline computes, if it is not its parameters' dtype.
+        optimizer: Creates the optimizer of one process; None if updates are not compared.
+        notes: Comparisons that were left out, and their reasons.
         sizes: Norms on both sides; see `variants.Where`.
     """
 
@@ -96,7 +96,7 @@ class Judge:
         self._without = Without(self.model.modules())
 
     def judge(self, seen: Sequence[Seen], data: Data, number: int) -> Verdict:
-        """Returns what is wrong in a step, by its number from 1, and how far gradients are off."""
+        """Returns the findings and the gradients' errors of a step; `number` counts from 1."""
         _check_seen(seen)
         findings, first = list[Finding](), self._first
         dtypes = {first[n]: value.dtype for of_rank in seen for n, value in of_rank.before.items()}
@@ -106,7 +106,7 @@ class Judge:
             self._describe(seen)
             if self.optimizer is not None:
                 self._stepped = Stepped(self.model, self.optimizer, dtypes)
-        if several := list(states.several(seen)):  # nothing else means anything
+        if several := list(states.several(seen)):  # then other comparisons mean nothing
             return [replace(finding, step=number) for finding in several], []
         self._load(seen)
         with self._without.running():
@@ -140,7 +140,7 @@ class Judge:
             )
             for rank, value in after.items()
         ]
-        # Ranks that clip by other norms, or other gradients, update copies otherwise: one cause.
+        # Other norms or gradients on a rank also make its copies differ: report only one cause.
         explained = {name for finding in findings for name in finding.names}
         if norms or (why and any(of_rank.norm is not None for of_rank in seen)):
             explained |= set(first.values())
@@ -154,7 +154,7 @@ class Judge:
         return [replace(finding, step=number) for finding in findings], gradients
 
     def _dropped(self, seen: Sequence[Seen]) -> list[Finding]:
-        """Returns a finding if the pipeline drops with other probabilities than one process."""
+        """Returns a finding if the pipeline and one process have different dropout."""
         one = sorted(self._without.dropped)
         pipeline = sorted({probability for of_rank in seen for probability in of_rank.dropped})
         self.sizes["dropout", 1, "", ()] = Size(sum(one), sum(pipeline))
@@ -170,7 +170,7 @@ class Judge:
         return [Finding(words, "give both the same probabilities of dropout, and the same mode")]
 
     def _describe(self, seen: Sequence[Seen]) -> None:
-        """Adds notes about values and optimizers that are odd, and no finding."""
+        """Adds notes about unusual values and optimizers that are no findings."""
         if why_not := states.why_not_updated(seen):
             self.notes["optimizer"] = f"which parameters optimizers step is not known: {why_not}"
         there = dict(self.model.named_parameters(remove_duplicate=False))
@@ -204,7 +204,7 @@ class Judge:
         dtypes: Mapping[str, torch.dtype],
         num_targets: int,
     ) -> list[Compared]:
-        """Returns gradients, and how far each is from the right one."""
+        """Returns gradients, each with its error."""
         whole = math.hypot(*(float(gradient.norm()) for gradient in truth.gradients.values()))
         result = list[Compared]()
         for entry in entries:
@@ -213,7 +213,7 @@ class Judge:
             scale = max(float(right.norm()), _SMALL * whole, _TINY)
             error = float((actual.double() - right).norm()) / scale
             noise = truth.noise.get(entry.name, 0.0) * float(right.norm()) / scale
-            # Many models compute in float32 inside, also where their parameters are float64.
+            # Many models compute in float32 internally, also if their parameters are float64.
             is_exact = dtypes[entry.name] == torch.float64 and noise < _EXACT
             eps = torch.finfo(torch.float64 if is_exact else torch.float32).eps
             derived = _ROUNDING * eps * math.sqrt(num_targets) + _NOISE * noise
@@ -228,7 +228,7 @@ class Judge:
         return result
 
     def _updates(self, seen: Sequence[Seen], explained: set[str], number: int) -> list[Finding]:
-        """Returns updates that are wrong, if one process has an optimizer, and keeps all norms."""
+        """Keeps the norms of updates; returns wrong updates if one process has an optimizer."""
         actual, allowed = states.updated(seen, self._first), dict[Key, float]()
         right = self._stepped.updates(seen, self._first) if self.optimizer is not None else None
         for name, rank, value in states.held(seen, "before", self._first):
@@ -261,7 +261,7 @@ class Judge:
             for one in wrong
             if one.entry.key not in finite
         ]
-        with self._without.running():  # a model may recompute in its backward
+        with self._without.running():  # because a model may compute again in its backward
             parts = truth.parts(list({name for name, _ in finite})) if finite else {}
         found = dict[Key, tuple[list[Fit], float]]()
         for key, one in finite.items():
@@ -269,10 +269,10 @@ class Judge:
             views = {AT_ONCE: right.reshape(1, 1, 1, 1, -1), **parts[key[0]]}
             stale = None if before is None else sampled(before)
             size = max(1.0, float(actual.norm()) / max(float(right.norm()), _TINY))
-            share = math.sqrt(right.numel() / one.right.numel())  # of the elements looked at
+            share = math.sqrt(right.numel() / one.right.numel())  # of the sampled elements
             allowed = one.allowed * one.scale * size * share
             found[key] = fits(actual, views, allowed, one.entry.replicas, stale)
-        # What each gradient is by itself says what is usual on its ranks.
+        # First explain each gradient alone. This gives the usual scale of its ranks.
         chosen: dict[Key, Fit | None] = {entry.key: _RIGHT for entry in entries}
         for key, (fitting, _) in found.items():
             chosen[key] = explained(fitting, places[key], finite[key].allowed).fit
@@ -293,7 +293,7 @@ class Judge:
             )
             said[key] = explained(found[key][0], place, one.allowed)
         summed = _not_summed(list(finite.values()))
-        # Numbers that nothing explains follow from other values beside them.
+        # If a gradient of a rank fits nothing, unexplained scales on this rank follow from it.
         odd = {ranks for name, ranks in said if not found[name, ranks][0] and name not in summed}
         for (name, ranks), why in said.items():
             causes, details = why.causes, tuple[str, ...]()
@@ -312,7 +312,7 @@ def _check_seen(seen: Sequence[Seen]) -> None:
     """Checks that there are gradients to compare.
 
     Raises:
-        PlanError: If the caller's optimizer is none of torch, and has set them to None.
+        PlanError: If no torch optimizer has stepped, and all gradients are None.
     """
     has_optimizer = any(of_rank.updates for of_rank in seen)
     if not has_optimizer and all(g is None for s in seen for g in s.gradients.values()):
@@ -324,7 +324,7 @@ def _check_seen(seen: Sequence[Seen]) -> None:
 
 
 def _not_summed(wrong: Sequence[Compared]) -> set[str]:
-    """Returns parameters whose ranks have parts of one gradient, and the sum is right."""
+    """Returns parameters of which ranks hold parts of one gradient, if the parts' sum is right."""
     held: dict[str, dict[tuple[int, ...], list[Compared]]] = {}
     for one in wrong:
         held.setdefault(one.entry.name, {}).setdefault(one.entry.replicas, []).append(one)
@@ -332,7 +332,7 @@ def _not_summed(wrong: Sequence[Compared]) -> set[str]:
 
 
 def _sum_is(group: Sequence[Compared]) -> bool:
-    """Returns True if several ranks have parts of a gradient, and their sum is right."""
+    """Returns True if several ranks hold parts of a gradient, and their sum is right."""
     there = [one.actual.double() for one in group if one.entry.gradient is not None]
     if len(there) < 2:
         return False
@@ -341,7 +341,7 @@ def _sum_is(group: Sequence[Compared]) -> bool:
 
 
 def _places(entries: Sequence[Entry], truth: Truth, data: Data, num_ranks: int) -> dict[Key, Place]:
-    """Returns what is known of each gradient before any is explained."""
+    """Returns the known facts about each gradient, before any is explained."""
     counts, targets = _counts(data, num_ranks), data.targets
     holders: dict[Key, set[tuple[int, ...]]] = {}
     for entry in entries:
@@ -368,12 +368,12 @@ def _counts(data: Data, num_ranks: int) -> dict[str, int]:
     microbatches, replicas, targets = len(data.batches[0]), len(data.batches), data.targets
     both = "microbatches or of replicas" if microbatches == replicas else "microbatches"
     every = {both: microbatches, "replicas": replicas, "targets of the step": sum(targets)}
-    if num_ranks > 2:  # twice as large has many causes
+    if num_ranks > 2:  # because a factor of 2 has many causes
         every["ranks"] = num_ranks
     if len(set(targets)) == 1:
         every["targets of a replica"] = targets[0] * microbatches
         every["targets of a microbatch"] = targets[0]
-    # Of equal numbers the first one counts.
+    # If counts are equal, the first one is used.
     names = {number: name for name, number in reversed(every.items())}
     return {name: number for name, number in every.items() if names[number] == name}
 
@@ -385,6 +385,6 @@ def _usual(chosen: Mapping[Key, Fit | None], truth: Truth) -> dict[tuple[int, ..
         if len(truth.uses[name]) == 1 and fit is not None and fit.scales[0] > 0:
             every.setdefault(ranks, []).append(fit.scales[0])
     result = {ranks: median_low(scales) for ranks, scales in every.items()}
-    # A rank of tied parameters alone is taken to be as the others are.
+    # A rank with tied parameters alone gets the median of the other ranks.
     others = median_low(list(result.values()) or [1.0])
     return {ranks: result.get(ranks, others) for _, ranks in chosen}

@@ -1,4 +1,4 @@
-"""Report: what an audit has found, as text and as JSON."""
+"""Report: the result of an audit, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import asdict, dataclass, replace
 from pipegrad.printable import printable, printable_lines
 
 _NAMES_SHOWN = 4
-_NUMBERS = re.compile(r"(?<=[\s\[])[-+]?[0-9][-+.e0-9]*(?=[\s,\]:]|$)")  # not those in names
+_NUMBERS = re.compile(r"(?<=[\s\[])[-+]?[0-9][-+.e0-9]*(?=[\s,\]:]|$)")  # not digits in names
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause, and where it is.
+    """One cause, and its place.
 
     Attributes:
-        cause: What is wrong and why, in words.
-        advice: What to do; "" if nothing is known.
+        cause: The defect and its reason, in words.
+        advice: A way to fix it; "" if none is known.
         names: Parameters or buffers in the uncut model; empty if it concerns none.
-        ranks: That have it.
+        ranks: Ranks that have the defect.
         step: Number of the step in which it is first seen, from 1.
         details: Numbers of each rank, in words.
     """
@@ -46,11 +46,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Gradient:
-    """How far a gradient is from that of one process.
+    """The error of a gradient against the gradient of one process.
 
     Attributes:
-        name: In the uncut model.
-        ranks: That hold it, or parts of it.
+        name: Name in the uncut model.
+        ranks: Ranks that hold the gradient, or parts of it.
         error: Norm of the difference by the norm of the right gradient.
         allowed: The largest error that is right.
     """
@@ -63,17 +63,17 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Variant:
-    """What one option changes; see `Audit.variants`.
+    """The change that one option makes; see `Audit.variants`.
 
     Attributes:
-        name: Of the variant.
-        words: What was found: ``"alike"``, ``"without effect in both"``, ``"lost in the
+        name: Name of the variant.
+        words: The result: ``"alike"``, ``"without effect in both"``, ``"lost in the
             pipeline"``, ``"refused: ..."`` and so on.
-        what: That changes: ``"gradient"`` of the first step, ``"update"`` of parameters in all
-            steps, or ``"dropout"``; "" if nothing does.
-        one: By how much in one process, relative to what it is without the option, and of dropout
-            the probability; None if that is not known.
-        pipeline: In the pipeline.
+        what: The size that changes: ``"gradient"`` of the first step, ``"update"`` of parameters
+            in all steps, or ``"dropout"``; "" if nothing does.
+        one: Change in one process, relative to the size without the option; for dropout the change
+            of probabilities; None if it is not known.
+        pipeline: The same number for the pipeline.
     """
 
     name: str
@@ -90,16 +90,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class Report:
-    """What an audit has found. The same on all ranks.
+    """The result of an audit, the same on all ranks.
 
     Attributes:
-        findings: Empty if everything is right.
-        notes: What was not compared, and why.
-        gradients: Of the last step that was compared.
-        num_steps: That were compared.
-        num_ranks: Of the job.
-        seconds: How long it took.
-        variants: What each option changes.
+        findings: Defects; empty if everything is right.
+        notes: Comparisons that were left out, and their reasons.
+        gradients: Gradients of the last compared step.
+        num_steps: Number of compared steps.
+        num_ranks: Number of ranks of the job.
+        seconds: Duration of the audit.
+        variants: The change that each option makes.
     """
 
     findings: tuple[Finding, ...]
@@ -117,7 +117,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One line: right or wrong, and what was compared."""
+        """One line: right or wrong, and the numbers of steps, ranks and gradients."""
         if not self.gradients:
             return f"{self._verdict}: {self.num_ranks} ranks, {self.seconds:.1f} s"
         worst = max(self.gradients, key=lambda gradient: gradient.error / gradient.allowed)
@@ -144,14 +144,14 @@ class Report:
         return "\n".join([self.summary, *numbered, *varied, *notes])
 
     def as_json(self) -> str:
-        """Returns it as JSON."""
+        """Returns the report as JSON."""
         text = json.dumps({"is_right": self.is_right, **asdict(self)})
         # JSON has no NaN and no infinity.
         return json.dumps(json.loads(text, parse_constant=str), indent=1)
 
 
 def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Returns findings of one cause as one, with all names and ranks."""
+    """Returns one finding for each cause, with all its names and ranks."""
     by_cause: dict[str, Finding] = {}
     for finding in findings:
         known = by_cause.setdefault(finding.cause, finding)
@@ -165,12 +165,12 @@ def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def without_numbers(cause: str) -> str:
-    """Returns what two causes have in common that differ in their numbers alone."""
+    """Returns a cause without its numbers, because these may differ between two audits."""
     return _NUMBERS.sub("", cause)
 
 
 def shown(texts: Sequence[str], separator: str = ", ", last: str = "") -> str:
-    """Returns the first texts, and how many more there are: ``a, b, c, d and 2 more``."""
+    """Returns the first texts and the number of others: ``a, b, c, d and 2 more``."""
     more = len(texts) - _NAMES_SHOWN
     return separator.join(texts[:_NAMES_SHOWN]) + (f"{last} and {more} more" if more > 0 else "")
 

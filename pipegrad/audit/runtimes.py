@@ -1,4 +1,4 @@
-"""Runtimes: audits of pipelines that torch, DeepSpeed and Megatron run, without a step by hand."""
+"""Runtimes: audits of torch's, DeepSpeed's and Megatron's pipelines, without a step function."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def of_torch(
     A step sets gradients to zero, runs the schedule, calls `before_step`, and steps the optimizer.
 
     Args:
-        schedule: Of this rank. Its stages, loss function and number of microbatches are taken.
-        optimizer: Of this rank's parameters.
+        schedule: This rank's schedule; it provides stages, loss function and microbatches.
+        optimizer: The optimizer of this rank's parameters.
         model: As in `Audit`.
         batches: As in `Audit`.
         before_step: Reduces and clips gradients, as the training does. It may return their norm.
@@ -77,12 +77,12 @@ def of_deepspeed(
 ) -> Audit:
     """Returns the audit of DeepSpeed's PipelineModule, by ``engine.train_batch``.
 
-    Where DeepSpeed keeps gradients elsewhere, give ``gradients``: with bf16 by
-    ``deepspeed.utils.safe_get_full_grad``, with ZeRO 1 of the partitions of its optimizer, as in
+    If DeepSpeed keeps gradients in its own memory, give ``gradients``. For example, with bf16 call
+    ``deepspeed.utils.safe_get_full_grad``; with ZeRO 1 read the partitions of its optimizer, as in
     benchmarks/audit/deepspeed_pipeline.py.
 
     Args:
-        engine: What ``deepspeed.initialize`` has returned.
+        engine: The engine that ``deepspeed.initialize`` returned.
         model: As in `Audit`. In an nn.Sequential of all layers, a layer has its index as its name;
             for other models give ``names``.
         batches: As in `Audit`.
@@ -90,7 +90,7 @@ def of_deepspeed(
     """
     number: int = engine.gradient_accumulation_steps()
     clip = getattr(engine, "clip_fp32_gradients", None)
-    if clip is not None:  # without ZeRO it clips by its own code, which leaves no norm
+    if clip is not None:  # without ZeRO it clips by its own code, which returns no norm
 
         def marked() -> None:
             before_clipping()
@@ -127,18 +127,19 @@ def of_megatron(
     loss_of: Callable[[Any], object] | None = None,
     **more: Any,  # noqa: ANN401 - fields of Audit
 ) -> Audit:
-    """Returns the audit of a step as Megatron-LM makes it.
+    """Returns the audit of a training step of Megatron-LM.
 
     Args:
-        forward_backward_func: What ``get_forward_backward_func`` has returned.
+        forward_backward_func: The function that ``get_forward_backward_func`` returned.
         forward_step_func: ``forward_step_func(data_iterator, model)``. The iterator yields a
             microbatch: inputs and target.
         modules: This rank's model chunks, wrapped in Megatron's DistributedDataParallel.
-        optimizer: Megatron's. Its ``step`` returns whether it stepped, and the norm.
-        microbatches: Of a step.
+        optimizer: Megatron's optimizer. The first two results of its ``step`` are its success and
+            the norm.
+        microbatches: Number of microbatches of a step.
         options: Further arguments of `forward_backward_func`: ``seq_length``, ``micro_batch_size``.
-        loss_of: Makes the loss of what `forward_backward_func` returns, as the training logs it; by
-            default the sum of its ``{"loss": [sum, number of tokens]}``.
+        loss_of: Computes the loss from the result of `forward_backward_func`, as the training logs
+            it; by default the sum of its ``{"loss": [sum, number of tokens]}``.
         **more: Other attributes of `Audit`.
     """
     chunks: list[Any] = list(modules)
@@ -179,7 +180,7 @@ def of_megatron(
 
 def _names_of_layers(module: Any) -> Mapping[str, str]:  # noqa: ANN401 - a PipelineModule
     """Returns names of a PipelineModule's parameters -> names in an nn.Sequential of its layers."""
-    # A layer has its index as its name. A tied layer is kept by its key, on each stage that has it.
+    # A layer's name is its index. A tied layer has its key as name, on each stage that has it.
     indices: dict[str, int] = {}
     for index in range(module._local_start, module._local_stop):
         indices.setdefault(getattr(module._layer_specs[index], "key", ""), index)
@@ -193,7 +194,7 @@ def _names_of_layers(module: Any) -> Mapping[str, str]:  # noqa: ANN401 - a Pipe
 
 
 def _names_of_decoders(modules: Sequence[nn.Module]) -> Mapping[str, str] | None:
-    """Returns names of Megatron's chunks -> names in the uncut model, in which layers count on."""
+    """Returns names of Megatron's chunks -> names in the uncut model, where all layers count."""
     result = {}
     for module in modules:
         for name, _ in module.named_parameters():
@@ -204,13 +205,13 @@ def _names_of_decoders(modules: Sequence[nn.Module]) -> Mapping[str, str] | None
                     return None
                 parts[2] = str(layer.layer_number - 1)
             result[name] = ".".join(parts)
-    # Chunks have equal names. Without layers of Megatron, names need no change.
+    # Chunks have the same names. Without layers of Megatron, names need no change.
     has_layers = any(name.startswith("decoder.layers.") for name in result)
     return result if has_layers and len(modules) == 1 else None
 
 
 def _replica_of_megatron() -> Mapping[str, int]:
-    """Returns which replica this rank is, and of how many, if Megatron knows it."""
+    """Returns this rank's replica and the number of replicas, if Megatron is initialized."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return {}

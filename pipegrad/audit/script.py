@@ -1,4 +1,4 @@
-"""Script: an audit that a function of somebody's file makes, run in ranks of its own."""
+"""Script: runs an audit that a function of the user's file creates, in new processes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Target = str | Callable[[], Audit]
 
 @dataclass(frozen=True)
 class Run:
-    """How an audit is run.
+    """The options of one run of an audit.
 
     Attributes:
         target: ``FILE.py:function`` or ``module:function``; or a function at the top level of a
             module. It returns this rank's `Audit`.
-        steps: How many; None for one for each batch.
-        tolerance: Of a gradient; None to derive it.
-        variants: Names of those that are compared; all by default.
+        steps: Number of steps; None for one for each batch.
+        tolerance: Largest error of a gradient; None to derive it.
+        variants: Names of the variants that are compared; all by default.
     """
 
     target: Target
@@ -50,17 +50,17 @@ class Run:
         return audit.run(steps=self.steps, tolerance=self.tolerance)
 
     def in_ranks(self, num_ranks: int, timeout_seconds: float = TIMEOUT_SECONDS) -> Report:
-        """Runs the audit in gloo ranks of its own, on CPU."""
+        """Runs the audit in new gloo ranks, on CPU."""
         function(self.target)  # a typo need not start processes
         run = replace(self, target=_written(self.target))
         return run_ranks(run.here, num_ranks, timeout_seconds=timeout_seconds)[0]
 
 
 def audit_of(target: Target) -> Audit:
-    """Returns the audit that a function makes on this rank.
+    """Returns the audit that a function creates on this rank.
 
     Raises:
-        ConfigError: If there is no such function, or it returns something else.
+        ConfigError: If there is no such function, or it returns no `Audit`.
     """
     audit = function(target)()
     if not isinstance(audit, Audit):
@@ -71,7 +71,7 @@ def audit_of(target: Target) -> Audit:
 
 
 def _written(target: Target) -> str:
-    """Returns a target as text, by which other processes find it."""
+    """Returns a target as text, because other processes import it."""
     if isinstance(target, str):
         home, _, name = target.rpartition(":")
         return f"{Path(home).resolve()}:{name}" if home.endswith(".py") else target
@@ -88,7 +88,7 @@ def function(target: Target) -> Callable[[], object]:
     """Returns the function of a target.
 
     Raises:
-        ConfigError: If there is none. An error of the file itself is its cause.
+        ConfigError: If there is none. If the file raises an error, it is the cause.
     """
     if callable(target):
         return target
@@ -111,7 +111,7 @@ def function(target: Target) -> Callable[[], object]:
 
 
 def _file(path: Path) -> ModuleType:
-    """Imports a file, as Python runs it: its folder comes first on the path."""
+    """Imports a file as Python runs it: its folder comes first on the path."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")

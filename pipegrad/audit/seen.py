@@ -1,16 +1,16 @@
-"""Seen: one step of the caller on this rank. It runs as it is, and its gradients are copied.
+"""Seen: one step of the caller on this rank. It runs unchanged, and its gradients are copied.
 
-[Note: when gradients are copied] A gradient is compared as the optimizer gets it, so it is copied
-in a hook right before the optimizer's step. If the step clips by torch's functions, it is also
-copied before. If it clips by its own code, that code may call `before_clipping`. Parameters are
-copied right behind the optimizer's step: what differs from these copies in the end was changed by
-other code.
+[Note: when gradients are copied] A gradient is compared as the optimizer gets it. Therefore a hook
+copies it right before the optimizer's step. If the step clips by torch's functions, gradients are
+also copied before clipping. If it clips by its own code, that code may call `before_clipping`.
+Parameters are copied right after the optimizer's step. A parameter that differs from its copy at
+the end was changed by other code.
 
-The step decides itself what it sends and when. So nothing is sent here before it has ended.
+The audit sends nothing before the step has ended, because the step has its own order of sends.
 
 [Note: pieces] With SHARD a rank has elements of a gradient, with OWNER and WHOLE one rank has all
-of it, and with a master dtype its copy has it. So each rank sends a tensor of the whole shape, with
-zeros where other ranks have the elements, and rank 0 adds them up.
+of it, and with a master dtype its copy has it. Therefore each rank sends a tensor of the whole
+shape, with zeros for the elements of other ranks, and rank 0 adds these tensors.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from pipegrad.plugins.handler import Placement
 Gradients = Callable[[], Mapping[str, Tensor | None]]
 _Tensors = Tensor | Iterable[Tensor]
 PATIENCE_SECONDS = 1800.0  # for ranks that load, compile or compare
-_watches: list[Watch] = []  # those that are running, one at most
+_watches: list[Watch] = []  # running ones, one at most
 
 
 def before_clipping() -> None:
-    """Marks where a step's gradients are reduced, and not clipped yet. It does nothing elsewhere.
+    """Marks the place where a step's gradients are reduced, but not clipped. Else it does nothing.
 
-    An audit sees torch's own functions by itself. A step that clips by other code calls this
-    before, so that a wrong gradient and a wrong norm are distinguished.
+    An audit sees torch's own functions automatically. If your step clips by other code, call this
+    before, because the audit then distinguishes a wrong gradient from a wrong norm.
     """
     for watch in _watches:
         watch.copy_unclipped()
@@ -62,13 +62,13 @@ def before_clipping() -> None:
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer did.
+    """One optimizer's steps on its parameters.
 
     Attributes:
-        names: Of the parameters that it holds.
-        num_unknown: Tensors that are parameters of no module.
+        names: Names of its parameters.
+        num_unknown: Number of its tensors that are parameters of no module.
         rate: Its largest learning rate.
-        times: How often it updated them.
+        times: Number of its steps.
     """
 
     names: frozenset[str]
@@ -81,9 +81,9 @@ class Clip(NamedTuple):
     """One call of a function that clips.
 
     Attributes:
-        names: Of the parameters.
-        max_norm: To which they are clipped.
-        norm: By which.
+        names: Names of the parameters.
+        max_norm: The norm to which they are clipped.
+        norm: The norm before clipping.
     """
 
     names: tuple[str, ...]
@@ -93,27 +93,27 @@ class Clip(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank had in one step, by names of the uncut model.
+    """The snapshot of one rank in one step, by names of the uncut model.
 
     Attributes:
         rank: Its rank.
-        replica: Index of the data that it has had.
-        groups: Name -> the ranks that have it together: of a DTensor, or of [Note: pieces].
+        replica: Index of the data that it got.
+        groups: Name -> the ranks that hold it together: of a DTensor, or of [Note: pieces].
         uses: Name -> all names of this parameter on this rank.
         before: Parameters before the step.
-        gradients: As the optimizer gets them; None where there is none.
-        unclipped: Before clipping; empty if that was not seen.
-        after: Parameters after it.
-        buffers: Before and after it.
+        gradients: Gradients as the optimizer gets them; None if there is none.
+        unclipped: Gradients before clipping; empty if they were not copied.
+        after: Parameters after the step.
+        buffers: Buffers before and after the step.
         norm: The norm that gradients were clipped by, or that the step has returned.
-        clip_norm: To which they were clipped.
-        clips: What was clipped, in order.
+        clip_norm: The norm to which they were clipped.
+        clips: Calls that clipped, in order.
         frozen: Parameters that require no gradient.
-        changed: Parameters that differ from what their optimizer has left.
-        is_other: Whether gradients were clipped by value.
-        losses: Numbers that the step has returned. One of them should be the loss.
-        updates: Of each optimizer.
-        dropped: Probabilities with which the step would have dropped something.
+        changed: Parameters that other code changed after their optimizer's step.
+        is_other: True if gradients were clipped by value.
+        losses: Candidates for the loss, from the numbers that the step has returned.
+        updates: One entry for each optimizer.
+        dropped: Probabilities of the dropout that was switched off.
     """
 
     rank: int
@@ -137,11 +137,11 @@ class Seen:
 
 
 class Placed:
-    """What the syncs of this process know of a rank's parameters; see [Note: pieces].
+    """A rank's parameters in the syncs of this process; see [Note: pieces].
 
     Attributes:
-        syncs: That have some of them.
-        live: Name -> the parameter as its sync has it.
+        syncs: Syncs that have some of the parameters.
+        live: Name -> the sync's entry for the parameter.
         groups: Name -> ranks that have pieces of its gradient.
     """
 
@@ -196,8 +196,8 @@ class Watch:
 
     Attributes:
         own: Names and parameters of this rank.
-        read: Returns its gradients; by default ``.grad``, or ``.main_grad``.
-        placed: What syncs of pipegrad know of them.
+        read: Returns the gradients; by default ``.grad``, or ``.main_grad``.
+        placed: The parameters in pipegrad's syncs.
     """
 
     own: Mapping[str, nn.Parameter]
@@ -206,13 +206,13 @@ class Watch:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     unclipped: dict[str, Tensor | None] = field(default_factory=dict)
     clips: list[Clip] = field(default_factory=list)
-    is_other: bool = False  # whether gradients were clipped by value
+    is_other: bool = False  # True if gradients were clipped by value
     updates: dict[int, Update] = field(default_factory=dict)  # by id of an optimizer
-    updated: dict[str, Tensor] = field(default_factory=dict)  # parameters behind their optimizer
+    updated: dict[str, Tensor] = field(default_factory=dict)  # parameters after their optimizer
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Watches what runs inside."""
+        """Watches the code inside the context."""
         hooks = (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -231,7 +231,7 @@ class Watch:
             self.gradients = self.unclipped if self.unclipped and is_gone else now
 
     def copy_unclipped(self, only: Collection[int] | None = None) -> None:
-        """Copies gradients that are not clipped yet; with `only`, of parameters of these ids."""
+        """Copies gradients before clipping; with `only`, of parameters with these ids."""
         # A step may clip the stages of a rank one by one: the first copy of each one counts.
         for name, value in self._copies().items():
             if only is None or id(self.own[name]) in only:
@@ -240,7 +240,7 @@ class Watch:
     def _clipped(
         self, parameters: Sequence[Tensor], max_norm: float, total_norm: Tensor | None
     ) -> None:
-        """Copies gradients that are clipped next; without a norm by value."""
+        """Copies gradients that are clipped next; without a norm they are clipped by value."""
         if math.isinf(max_norm):  # it only measures
             return
         clipped = {id(parameter) for parameter in parameters}
@@ -253,10 +253,10 @@ class Watch:
 
     @contextlib.contextmanager
     def _hearing_clipping(self) -> Iterator[None]:
-        """Hears torch's functions that clip, and `GradientSync.clip_grad_norm_`.
+        """Patches torch's functions that clip, and `GradientSync.clip_grad_norm_`.
 
-        Code that has imported ``clip_grad_value_`` or ``clip_grads_with_norm_`` by name is not
-        heard.
+        Calls are missed in code that imported ``clip_grad_value_`` or ``clip_grads_with_norm_`` by
+        name.
         """
         by_value: Callable[..., None] = clip_grad.clip_grad_value_
         by_norm: Callable[..., None] = nn.utils.clip_grads_with_norm_
@@ -275,7 +275,7 @@ class Watch:
             by_value(tensors, clip_value, foreach)
 
         def heard_by_sync(sync: GradientSync, max_norm: float, norm_type: float = 2.0) -> Tensor:
-            # It measures first: with a GradScaler it removes the scale then.
+            # Measure first, because with a GradScaler this call removes the scale.
             norm = by_sync(sync, math.inf, norm_type)
             own = [p for name, p in self.own.items() if name in self.placed.live]
             self._clipped(own, max_norm, norm)
@@ -310,7 +310,7 @@ class Watch:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         known = frozenset(names[id(p)] for p in held if id(p) in names)
         copies = self._copies()
-        # GradScaler hands its scale to a fused optimizer, which divides in its step.
+        # GradScaler gives its scale to a fused optimizer, which divides during its step.
         scale = getattr(optimizer, "grad_scale", None)
         if isinstance(scale, Tensor):
             copies |= {
@@ -330,19 +330,19 @@ class Watch:
     def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:  # noqa: ANN401
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in self.own.items():
-            # One without a gradient may get its values from the rank that owns it.
+            # Without a gradient, the values may come from the rank that owns the parameter.
             if id(parameter) in held and self.gradients.get(name) is not None:
                 self.updated[name] = _local(parameter).clone()
 
     def changed(self) -> frozenset[str]:
-        """Returns names of parameters that something has changed behind their optimizer."""
+        """Returns names of parameters that other code changed after their optimizer's step."""
         return frozenset(
             name for name, was in self.updated.items() if not was.equal(_local(self.own[name]))
         )
 
 
 class StepFailed(BaseException):
-    """The step of a rank has failed. It is no Exception, so `agree` does not wait for all ranks."""
+    """A rank's step failed. No Exception, because `agree` would then wait for all ranks."""
 
 
 def watched(
@@ -352,7 +352,7 @@ def watched(
     gradients: Gradients | None,
     without: Without,
 ) -> Seen:
-    """Runs a step, and returns what this rank had in it."""
+    """Runs a step; returns the snapshot of this rank."""
     own = names.parameters
     placed = Placed(own)
 
@@ -384,7 +384,7 @@ def watched(
         with contextlib.suppress(StepFailed):
             agree("clipping", fail)
         raise
-    # Whole tensors are gathered on all ranks, or on none.
+    # All ranks must gather whole tensors, or none.
     has_copies = agree("clipping", lambda: bool(watch.unclipped), timeout_seconds=PATIENCE_SECONDS)
     last = watch.clips[-1] if watch.clips else None
     return Seen(
@@ -420,13 +420,13 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
 def _gathered(values: Mapping[str, Tensor | None], names: Names) -> dict[str, Any]:
     """Returns whole tensors on CPU. The ranks of a DTensor's mesh must all call it.
 
-    Only the first rank of a group keeps its tensor, because the others have the same one.
+    Only the first rank of a group keeps its tensor, because the others have an equal one.
     """
     gathered = dict[str, Tensor | None]()
     for name, parameter in names.parameters.items():
         value = values.get(name)
         if is_dtensor(parameter) and parameter.requires_grad:
-            # A rank without a gradient takes part in the collective, too.
+            # The collective needs each rank, also one without a gradient.
             piece = torch.zeros_like(parameter) if value is None else value
             whole = _whole(piece) if is_dtensor(piece) else piece
             value = None if value is None and not bool(whole.any()) else whole
@@ -448,7 +448,7 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 
 def _group(parameter: Tensor) -> tuple[int, ...]:
-    """Returns the ranks that have a parameter together; this rank if it has it alone."""
+    """Returns the ranks that hold a parameter together; only this rank if it holds it alone."""
     if not is_dtensor(parameter):
         return (dist.get_rank(),)
     mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
@@ -464,16 +464,16 @@ def _copied(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _numbers(result: object) -> tuple[list[float], float | None]:
-    """Returns candidates for the loss, and the norm that a step has returned."""
+    """Returns candidates for the loss, and the norm that a step returned."""
     norm = result.get("grad_norm") if isinstance(result, Mapping) else None
     loss = result.get("loss") if isinstance(result, Mapping) else result
-    if isinstance(result, tuple):  # the loss, and what else the training wants to know
+    if isinstance(result, tuple):  # the loss, and other results of the training
         loss = result[0] if result else None
     every = [_number(value) for value in (loss if isinstance(loss, list) else [loss])]
     losses = [number for number in every if number is not None]
     if not losses or len(losses) < len(every):
         return [], _number(norm)
-    # Of a list, for each microbatch one: the mean and the sum.
+    # A list has one loss for each microbatch. Candidates are the mean and the sum.
     return list(dict.fromkeys([sum(losses) / len(losses), sum(losses)])), _number(norm)
 
 

@@ -1,4 +1,4 @@
-"""States: what ranks have beside the sizes of gradients: losses, copies, buffers, updates."""
+"""States: compares losses, copies, buffers and updates of all ranks with one process."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ Key = tuple[str, tuple[int, ...]]  # first name of a parameter, and ranks
 
 
 class Steps(Protocol):
-    """What updates parameters: an optimizer, or what clips before it."""
+    """An object that updates parameters: an optimizer, or a wrapper that clips first."""
 
     def step(self) -> object:
-        """Updates them."""
+        """Updates the parameters."""
 
 
 Stepper = Callable[[nn.Module], Steps]
@@ -55,10 +55,10 @@ class Entry:
 
     Attributes:
         name: First name of the parameter in the uncut model.
-        ranks: That hold it, or parts of it.
-        replicas: Whose data they have had.
+        ranks: Ranks that hold the gradient, or parts of it.
+        replicas: Replicas whose data these ranks got.
         uses: Names of the parameter on these ranks.
-        gradient: None if they have none.
+        gradient: The gradient; None if these ranks have none.
         is_frozen: True if one of these ranks does not train the parameter.
     """
 
@@ -98,7 +98,7 @@ def entries_of(
 
 
 def starts(seen: Sequence[Seen], model: nn.Module, first: First) -> Iterator[Finding]:
-    """Yields what does not begin alike in the first step: copies and buffers."""
+    """Yields copies and buffers that differ before the first step."""
     yield from copies(held(seen, "before", first), _STARTS)
     there = dict(model.named_buffers(remove_duplicate=False))
     for of_rank in seen:
@@ -126,7 +126,7 @@ def held(seen: Sequence[Seen], what: str, first: First) -> Iterator[_Held]:
 def copies(
     values: Iterable[_Held], cause: Cause, explained: frozenset[str] | set[str] = frozenset()
 ) -> Iterator[Finding]:
-    """Yields parameters whose copies are not equal bit by bit, but for those that are explained."""
+    """Yields parameters whose copies differ in a bit, except the explained ones."""
     known: dict[str, tuple[int, Tensor]] = {}
     for name, rank, value in values:
         other, there = known.setdefault(name, (rank, value))
@@ -145,7 +145,7 @@ def trained(entries: Sequence[Entry], truth: Truth) -> Iterator[Finding]:
 
 
 def losses(seen: Sequence[Seen], truth: Truth) -> Iterator[Finding]:
-    """Yields losses that are neither that of one process, nor that of the rank's own replica."""
+    """Yields losses that differ from one process, and from one process on the rank's replica."""
     close = _CLOSE + 4 * truth.loss_error
     for of_rank in seen:
         own, values = float(truth.own[of_rank.replica]), truth.losses[of_rank.replica]
@@ -176,7 +176,7 @@ def losses(seen: Sequence[Seen], truth: Truth) -> Iterator[Finding]:
 
 
 def buffers(seen: Sequence[Seen], truth: Truth) -> Iterator[Finding]:
-    """Yields buffers that are not those of one process after the same microbatches."""
+    """Yields buffers that differ from one process after the same microbatches."""
     for of_rank in seen:
         # DistributedDataParallel gives all replicas the buffers of the first one.
         if of_rank.replica != 0:
@@ -195,7 +195,7 @@ def buffers(seen: Sequence[Seen], truth: Truth) -> Iterator[Finding]:
 
 
 def several(seen: Sequence[Seen]) -> Iterator[Finding]:
-    """Yields what a rank did several times in one step."""
+    """Yields ranks that stepped an optimizer or clipped several times in one step."""
     for of_rank in seen:
         for update in of_rank.updates:
             if update.times > 1:
@@ -214,13 +214,13 @@ def several(seen: Sequence[Seen]) -> Iterator[Finding]:
 
 
 class Stepped:
-    """The optimizer of one process. It gets the gradients that the pipeline's optimizers have had.
+    """The optimizer of one process. It gets the gradients that the pipeline's optimizers got.
 
-    So rounding of gradients, which Adam would magnify, makes no difference.
+    It gets no gradients of one process, because Adam would magnify differences of rounding.
 
     Args:
         model: The uncut model. It is not changed.
-        make: Makes the optimizer.
+        make: Creates the optimizer.
         dtypes: First name of a parameter -> its dtype in the pipeline.
     """
 
@@ -260,7 +260,7 @@ class Stepped:
 
 
 def updated(seen: Sequence[Seen], first: First) -> dict[Key, Tensor]:
-    """Returns how the pipeline has changed its parameters, by first name and rank."""
+    """Returns the change of each of the pipeline's parameters, by first name and rank."""
     before = {(name, rank): value for name, rank, value in held(seen, "before", first)}
     return {
         (name, (rank,)): value.double() - before[name, rank].double()
@@ -274,7 +274,7 @@ def other_updates(
     allowed: Mapping[Key, float],
     explained: set[str],
 ) -> Iterator[Finding]:
-    """Yields updates that are not those of one process's optimizer on the same gradients."""
+    """Yields updates that differ from one process's optimizer on the same gradients."""
     if _change(actual) and not _change(right):
         yield Finding(
             "one process's optimizer changes no parameter of the uncut model, and the pipeline's "
@@ -305,7 +305,7 @@ def _change(updates: Mapping[Any, Tensor]) -> bool:
 
 
 def why_not_updated(seen: Sequence[Seen]) -> str:
-    """Returns why it is not known which parameters optimizers have; "" if it is known."""
+    """Returns why the optimizers' parameters are not known; "" if they are known."""
     updates = [update for of_rank in seen for update in of_rank.updates]
     if not updates:
         return "no optimizer of torch.optim has stepped"
@@ -315,7 +315,7 @@ def why_not_updated(seen: Sequence[Seen]) -> str:
 
 
 def updates(seen: Sequence[Seen], first: First, explained: set[str]) -> Iterator[Finding]:
-    """Yields parameters that are wrong after the optimizer's step, and adds them to `explained`."""
+    """Yields parameters that are wrong after the optimizer's step; adds them to `explained`."""
     for of_rank in seen:
         trained = [n for n, g in of_rank.gradients.items() if g is not None and bool(g.any())]
         if (
@@ -344,7 +344,7 @@ def updates(seen: Sequence[Seen], first: First, explained: set[str]) -> Iterator
     changed = {(first[n], of_rank.groups[n]) for of_rank in seen for n in of_rank.changed}
     for name in dict.fromkeys(name for name, _ in held):
         groups = [group for other, group in held if other == name]
-        # If some copies are changed and others are not, then copies differ: one cause.
+        # If only some copies changed, then copies differ, which is a cause of its own.
         if name not in explained and changed.issuperset((name, group) for group in groups):
             explained.add(name)
             yield Finding(

@@ -1,16 +1,16 @@
-"""Truth: what one process computes on the uncut model, at once and by microbatches, in float64.
+"""Truth: the step of one process on the uncut model, at once and by microbatches, in float64.
 
-[Note: what is right] The right gradient is that of the loss of the whole batch, computed at once.
-Its parts, one for each microbatch, output and use of a tied parameter, say what a wrong gradient
-may be made of; see `hypotheses.py`. If they do not add up to it, samples depend on each other, as
-in BatchNorm. A pipeline that computes each microbatch by itself has another gradient then. Only the
-caller may say that it is right nevertheless, by ``by_microbatch``.
+[Note: what is right] The right gradient is the gradient of the loss of the whole batch, computed at
+once. Its parts, one for each microbatch, output and use of a tied parameter, show which of them a
+wrong gradient contains; see `hypotheses.py`. If the parts do not add up to the right gradient,
+samples depend on each other, as in BatchNorm. A pipeline that computes each microbatch alone has
+another gradient then. It counts as right only if the caller gives ``by_microbatch``.
 
-[Note: parts of a loss] A loss is a function of the model's output for the whole batch. So the part
-of a microbatch in a gradient is what flows through its rows of the output, however the loss weighs
-them. An output without rows, such as a balance loss, is a mean over microbatches, which count alike
-or by their targets. A pipeline may divide the loss otherwise: by the targets of each replica, or of
-each microbatch; or compare with the targets of another microbatch. Each of these is a view.
+[Note: parts of a loss] A loss is a function of the model's output for the whole batch. Therefore a
+microbatch's part of a gradient flows through its rows of the output, however the loss weighs them.
+An output without rows, such as a balance loss, is a mean over microbatches, which count alike or by
+their targets. A pipeline may divide the loss differently: by the targets of each replica, or of
+each microbatch. It may also use the targets of another microbatch. Each of these is a view.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ Flow = dict[Cell, list[Tensor | None]]  # gradients of a loss by the outputs of 
 WHOLE, REPLICAS, MICROBATCHES = "whole", "replicas", "microbatches"
 BEFORE, BEHIND = "targets before", "targets behind"
 _IGNORED = -100  # by torch's losses, and Hugging Face's
-_SAMPLED = 16384  # elements of a gradient that are looked at part by part
+_SAMPLED = 16384  # elements of a gradient that are compared part by part
 _LOSS_SCALE = 1024.0  # of float16
-_COUPLED = 1e-5  # of a gradient; float32 inside of a model leaves less
+_COUPLED = 1e-5  # of a gradient; float32 inside a model leaves less
 _TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a step computes with.
+    """The inputs of one step.
 
     Attributes:
         loss_fn: ``loss_fn(output, target)``, a mean.
         batches: Microbatches of each replica.
         whole: The whole batch.
-        by_microbatch: True if the model is to compute each microbatch by itself, also where samples
-            of a batch depend on each other.
+        by_microbatch: True if the model is to compute each microbatch alone, also where samples of
+            a batch depend on each other.
     """
 
     loss_fn: LossFn
@@ -83,12 +83,12 @@ class Truth:
         uses: First name of each parameter -> all its names.
         terms: Paths of the outputs that the loss depends on.
         buffers: Buffers of each replica that the forward changes, after its microbatches.
-        is_coupled: True if samples of a batch depend on each other, so that no parts make the
+        is_coupled: True if samples of a batch depend on each other. Then no parts make the
             gradient.
         parts: Returns, for first names, view -> elements of their gradients (`sampled`) by replica,
             microbatch, term and use, ``(replicas, microbatches, terms, uses, numel)``.
         noise: Name -> relative error of one process that computes in the dtype of the pipeline.
-        loss_error: Relative error of its loss.
+        loss_error: Relative error of the loss of this process.
     """
 
     loss: float
@@ -110,7 +110,7 @@ def computed(
     dtypes: Mapping[str, torch.dtype],
     autocast: torch.dtype | None = None,
 ) -> Truth:
-    """Returns what one process computes, as `compute` does; refuses what it cannot compare with.
+    """Returns the step of one process from `compute`, or raises a `PlanError`.
 
     Raises:
         PlanError: As `compute`, or if the model cannot be computed in float64.
@@ -132,7 +132,7 @@ def compute(
     dtypes: Mapping[str, torch.dtype],
     autocast: torch.dtype | None = None,
 ) -> Truth:
-    """Returns what one process computes.
+    """Returns the step of one process.
 
     Raises:
         PlanError: If the model draws random numbers, or has a loss that is not finite.
@@ -156,7 +156,7 @@ def compute(
     cells = Cells(loose, exact, whole)
     is_coupled = _misses(cells, right)
     if is_coupled and not data.by_microbatch:
-        # Outputs without rows may count by the targets of their microbatches.
+        # Outputs without rows may be weighted by the targets of their microbatches.
         alike, targets = cells.weights, data.targets
         cells.weights = {c: n / sum(targets) for c, n in zip(cells.all, targets, strict=True)}
         is_coupled = _misses(cells, right)
@@ -192,7 +192,7 @@ def _at_once(model: nn.Module, data: Data) -> tuple[float, dict[str, Tensor], li
     """Returns loss and gradients of the whole batch, and the leaves of the model's output."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad():
-        # A forward changes buffers, such as running means.
+        # On a copy, because a forward changes buffers, such as running means.
         output = output_of(_sharing_parameters(model), data.whole[0])
         loss = loss_of(data.loss_fn(output, data.whole[1]))
         found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
@@ -201,7 +201,7 @@ def _at_once(model: nn.Module, data: Data) -> tuple[float, dict[str, Tensor], li
 
 
 class Cells:
-    """All microbatches, each computed by itself with its graph, and losses of their outputs.
+    """All microbatches, each computed alone with its own graph, and losses of their outputs.
 
     Args:
         model: The uncut model. Its buffers are not changed.
@@ -229,7 +229,7 @@ class Cells:
                 self._graphs[replica, index] = [leaf for _, leaf in leaves]
             after = own.named_buffers()
             self.buffers.append({n: b for n, b in after if not torch.equal(b, before[n])})
-        # A loss may be a function of an output and of what that is made of.
+        # A loss may use an output and also the outputs from which that one was computed.
         self._leaves = {
             cell: [x.detach().requires_grad_() if is_real(x) else x for x in leaves]
             for cell, leaves in self._graphs.items()
@@ -246,7 +246,7 @@ class Cells:
     def flow(
         self, groups: Sequence[Sequence[Cell]], shift: int = 0, scale: float = 1.0
     ) -> tuple[Tensor, Flow]:
-        """Returns the losses of groups of microbatches, and gradients of their mean by outputs."""
+        """Returns the losses of groups of microbatches, and their mean's gradients by outputs."""
         losses, flow = list[Tensor](), Flow()
         for group in groups:
             with torch.enable_grad():
@@ -259,7 +259,7 @@ class Cells:
             gathered = iter(found)
             for cell in group:
                 own = [next(gathered) if is_real(x) else None for x in self._leaves[cell]]
-                # 0 / 0 where there are no targets
+                # 0 / 0 without targets
                 flow[cell] = [None if g is None else g.nan_to_num(0.0) for g in own]
         return torch.stack(losses), flow
 
@@ -277,7 +277,7 @@ class Cells:
         if not is_real(own[0]):
             return own[0]
         weights = [self.weights[cell] for cell in group]
-        # Among themselves, microbatches weigh as in the whole.
+        # In a smaller group, the weights of its microbatches add up to 1.
         total = sum(weights) if len(group) < len(self.all) else 1.0
         return sum(w / total * x for w, x in zip(weights, own, strict=True))
 
@@ -287,7 +287,7 @@ class Cells:
         return float(losses), self._gradients(flow)
 
     def _gradients(self, flow: Flow, only: tuple[Cell, int] | None = None) -> dict[str, Tensor]:
-        """Returns gradients by those of outputs, of all or of one microbatch and leaf."""
+        """Returns parameters' gradients from outputs' gradients: all, or one cell and leaf."""
         trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         pairs = [
             (x, g)
@@ -317,7 +317,7 @@ class Cells:
             MICROBATCHES: self.flow(self.by_microbatch)[1],
         }
         for view, shift in ((BEFORE, 1), (BEHIND, -1)):
-            # Targets may fit their own inputs alone.
+            # Targets may fit only their own inputs.
             with contextlib.suppress(RuntimeError, TypeError, ValueError):
                 views[view] = self.flow([self.all], shift)[1]
         terms = self.terms()
@@ -346,14 +346,14 @@ def _noise(
     truth: Truth,
     dtypes: Mapping[str, torch.dtype],
 ) -> tuple[dict[str, float], float]:
-    """Returns relative errors of one process that computes as the pipeline does, and its loss."""
+    """Returns gradients' relative errors, and the loss, of one process in the pipeline's dtypes."""
     same, kinds = copy.deepcopy(model), set(dtypes.values())
     for name, parameter in same.named_parameters():
         parameter.data = parameter.data.to(dtypes.get(name, torch.float64))
     [kind] = kinds if len(kinds) == 1 else [torch.float32]
     for buffer in same.buffers():
         buffer.data = buffer.data.to(kind) if buffer.is_floating_point() else buffer.data
-    # Small gradients of float16 are 0 without a scale of the loss, which trainings have, too.
+    # Without a scale of the loss, which trainings have, too, small float16 gradients are 0.
     scale = _LOSS_SCALE if torch.float16 in kinds else 1.0
     try:
         if truth.is_coupled:
@@ -364,7 +364,7 @@ def _noise(
             rounded.weights = cells.weights
             loss, own = rounded.loss_and_gradients(scale)
     except (RuntimeError, TypeError, ValueError):
-        # It cannot compute in these dtypes as one process: nothing more than rounding is allowed.
+        # One process cannot compute in these dtypes. Then only rounding is allowed.
         return {}, truth.loss
     noise = {
         name: float((own[name].double() / scale - right).norm() / right.norm().clamp_min(_TINY))
@@ -374,7 +374,7 @@ def _noise(
 
 
 def sampled(gradient: Tensor) -> Tensor:
-    """Returns about so many elements as suffice to tell parts apart, the same ones of each part."""
+    """Returns a sample of elements that suffices to distinguish parts; all have the same places."""
     flat = gradient.reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLED)]
 
@@ -388,7 +388,7 @@ def names_by_use(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _untied(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model in which each name of a module has a parameter of its own.
+    """Returns a copy of a model in which each name of a module has a separate parameter.
 
     A module that is used twice has two names for one parameter, and cannot have two.
     """
@@ -401,19 +401,19 @@ def _untied(model: nn.Module) -> nn.Module:
 
 
 def _sharing_parameters(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model with buffers of its own, and the same parameters."""
+    """Returns a copy of a model with separate buffers and the same parameters."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 def output_of(model: nn.Module, inputs: Any) -> Any:  # noqa: ANN401 - as the model
-    """Returns what a model makes of inputs: by name, by position, or one tensor."""
+    """Returns a model's output; inputs are passed by name, by position, or as one tensor."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
 def loss_of(result: Any) -> Tensor:  # noqa: ANN401 - of the caller
-    """Returns the loss of what a loss function returns: it, or the first of a tuple."""
+    """Returns the loss from a loss function's result: the result, or the first of a tuple."""
     loss: Tensor = result[0] if isinstance(result, tuple | list) else result
     return loss
 
@@ -424,9 +424,9 @@ def is_real(leaf: object) -> TypeGuard[Tensor]:
 
 
 def leaves_cut(value: Any, number: int) -> list[Any]:  # noqa: ANN401 - a tree
-    """Returns a tree of tensors as so many trees, cut along their first dimension.
+    """Returns a pytree of tensors as `number` pytrees, cut along their first dimension.
 
-    Tensors of one row, and what is no tensor, go whole into each.
+    Each of them has all of a tensor of one row, and of a value that is no tensor.
     """
     leaves, rebuilt = flattened(value)
     most = max((leaf.shape[0] for _, leaf in leaves if is_cut(leaf)), default=1)
@@ -440,14 +440,14 @@ def leaves_cut(value: Any, number: int) -> list[Any]:  # noqa: ANN401 - a tree
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - a tree
-    """Returns a tree on CPU in which every real number of a tensor has a dtype."""
+    """Returns a pytree on CPU whose tensors of real numbers have this dtype."""
     leaves, rebuilt = flattened(value)
     cpu = [x.detach().cpu() if isinstance(x, Tensor) else x for _, x in leaves]
     return rebuilt([x.to(dtype) if is_real(x) else x for x in cpu])
 
 
 def _side_by_side(trees: Sequence[Any], whole: Any) -> Any:  # noqa: ANN401 - trees
-    """Returns the targets of some microbatches together; what is not cut in `whole` stays."""
+    """Returns the targets of some microbatches together; leaves that `whole` has uncut stay."""
     leaves, rebuilt = flattened(whole)
     each: list[list[Any]] = [[leaf for _, leaf in flattened(tree)[0]] for tree in trees]
     return rebuilt(
@@ -466,7 +466,7 @@ def _counted(target: Any) -> int:  # noqa: ANN401 - a tree
 
 
 def _dim(own: Any, whole: Any, number: int) -> int | None:  # noqa: ANN401 - leaves
-    """Returns the dimension in which so many microbatches make a whole; None if there is none."""
+    """Returns the dimension in which `number` microbatches make a whole; None if there is none."""
     if not isinstance(own, Tensor) or own.shape == whole.shape:
         return None
     dims = [d for d, (a, b) in enumerate(zip(own.shape, whole.shape, strict=True)) if a != b]

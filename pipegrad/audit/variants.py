@@ -1,10 +1,10 @@
 """Variants: does an option of a job change the pipeline as it changes one process?
 
-[Note: a variant] The audit runs as it is first. Then each variant makes the same audit with one
-option changed, in the same ranks, and that is compared with one process, too. Beside it, both sides
-are compared with themselves, by the norms of gradients and updates: how much does the option change
-one process, and how much the pipeline? So an option that a pipeline drops has its name, which no
-gradient has.
+[Note: a variant] First the audit runs without the option. Then each variant runs the same audit
+with one option changed, in the same ranks, and compares this with one process, too. It also
+compares each side with itself, by the norms of gradients and updates: the change that the option
+makes in one process, and the change that it makes in the pipeline. Therefore the report can name an
+option that a pipeline drops. A wrong gradient alone names no option.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import NamedTuple
 from pipegrad.audit.causes import NOT_KNOWN
 from pipegrad.audit.report import Finding, Report, Variant, without_numbers
 
-_SURE = 4.0  # times what is allowed: so much one side must change, if the other does not
-_ALIKE = 1e-2  # of a change: sides that are right differ by less
-_SMALL = 1e-3  # changes are measured by at least this share of the whole
+_SURE = 4.0  # times the allowed error: the least change of one side, if the other does not change
+_ALIKE = 1e-2  # of a change: right sides differ by less
+_SMALL = 1e-3  # changes are divided by at least this share of the whole norm
 _ADVICE = "give the option to all stages, and to what reduces and updates; or refuse it"
 
 
 class Size(NamedTuple):
-    """A norm in one process, None if that is not known; in the pipeline; and its largest error."""
+    """A norm in one process, None if not known; the norm in the pipeline; its allowed error."""
 
     one: float | None
     pipeline: float
@@ -38,7 +38,7 @@ Sizes = Mapping[Where, Size]
 
 
 class _Change(NamedTuple):
-    """How an option changes one kind of size: by how much each side, and where only one of them."""
+    """The change that an option makes in one kind of size, and the places of one side alone."""
 
     what: str = ""
     one: float | None = 0.0
@@ -50,14 +50,14 @@ class _Change(NamedTuple):
 def compared(
     name: str, usual: tuple[Report, Sizes], changed: tuple[Report, Sizes]
 ) -> tuple[Variant, tuple[Finding, ...]]:
-    """Returns what an option changes, and what is wrong with it, by an audit without it and one."""
+    """Returns a variant and its findings, from audits without the option and with it."""
     every = [_change(what, usual[1], changed[1]) for what in ("gradient", "update", "dropout")]
     changes = [change for change in every if change.what]
     alone = [change for change in changes if change.lost or change.added]
     first = next(iter([*alone, *changes]), _Change())
     known = {without_numbers(finding.cause) for finding in usual[0].findings}
     new = [f for f in changed[0].findings if without_numbers(f.cause) not in known]
-    if alone:  # what is lost makes other gradients and norms wrong, too
+    if alone:  # a lost option makes other gradients and norms wrong, too
         lost = {place[2] for change in alone for place in (*change.lost, *change.added)}
         new = [f for f in new if f.cause != NOT_KNOWN.words and not lost.issuperset(f.names)]
     differs = abs(first.pipeline - (first.one or 0.0)) > _ALIKE * first.pipeline
@@ -76,7 +76,7 @@ def compared(
 
 
 def _one_sided(change: _Change) -> Iterator[Finding]:
-    """Yields what changes in one process alone, or in the pipeline alone."""
+    """Yields changes that only one side has: one process, or the pipeline."""
     one, pipeline = (change.one or 0.0, "one process's"), (change.pipeline, "the pipeline's")
     for (size, side), (other_size, other), places in (
         (one, pipeline, change.lost),
@@ -93,7 +93,7 @@ def _one_sided(change: _Change) -> Iterator[Finding]:
 
 
 def _change(what: str, usual: Sizes, changed: Sizes) -> _Change:
-    """Returns how sizes of both sides change in the steps that both have, if they do."""
+    """Returns the change of both sides' sizes in the steps that both audits ran."""
     steps = {at[1] for at in usual if at[0] == what} & {at[1] for at in changed if at[0] == what}
     places = [at for at in {**usual, **changed} if at[0] == what and at[1] in steps]
     before, after = ([x.get(at, Size(0.0, 0.0)) for at in places] for x in (usual, changed))

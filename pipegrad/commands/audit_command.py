@@ -1,4 +1,4 @@
-"""`pipegrad audit`: is the gradient of a pipeline that of one process?"""
+"""`pipegrad audit`: compares the gradients of a pipeline with the gradients of one process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def audit(
     timeout_seconds: float,
     json_file: Path | None,
 ) -> None:
-    """Compare a pipeline's training step with one process, and say what is wrong.
+    """Compare a pipeline's training step with one process, and report defects.
 
     The function runs on every rank and returns a pipegrad.Audit. The exit code is 0 if everything
     is right, 1 if something is wrong, and 2 if the audit could not be run.
@@ -85,7 +85,7 @@ def audit(
 
 
 def _in_torchrun(run: Run, timeout_seconds: float, json_file: Path | None) -> NoReturn:
-    """Runs it in the ranks of torchrun. The first one prints."""
+    """Runs the audit in the ranks of torchrun. The first one prints."""
     import torch.distributed as dist
 
     from pipegrad.comm.agreement import once_a_machine
@@ -96,7 +96,7 @@ def _in_torchrun(run: Run, timeout_seconds: float, json_file: Path | None) -> No
             report = run.here()
         except Exception as error:
             explained(error)
-            # Errors of pipegrad are the same on all ranks, or say whose they are.
+            # Errors of pipegrad are equal on all ranks, or name their rank.
             rank = "" if isinstance(error, PipegradError) else f"rank {dist.get_rank()}: "
             message = printable_lines(f"Error: {rank}{in_words(error)}")
             once_a_machine(lambda: click.echo(message, err=True))
@@ -122,7 +122,7 @@ def _refuse(error: BaseException) -> NoReturn:
     notes = getattr(error, "__notes__", [])
     text = explained(error)
     if not isinstance(error, PipegradError | TimeoutError | OSError):
-        # Code of the user, on a rank: its traceback is a note.
+        # The user's code failed on a rank: its traceback is a note.
         text = printable_lines(f"{type(error).__name__}: {error}{_of_user(*notes[:1])}")
         text += "" if wants_traceback() else " (--traceback prints all)"
     click.echo(f"Error: {text}", err=True)

@@ -1,4 +1,4 @@
-"""What commands share: options, configurations with changes, errors of use, printing, drawing."""
+"""Code of several commands: options, changed configurations, errors of use, printing, drawing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipegrad.printable import printable, printable_lines
 if TYPE_CHECKING:
     from pipegrad.simulation.timeline import Timeline
 
-# torch takes seconds to import: a command imports what it needs when it runs.
+# torch takes seconds to import. Therefore a command imports modules when it runs.
 
 
 class Number(click.FloatRange):
@@ -129,7 +129,7 @@ def wants_traceback() -> bool:
 def explained(error: BaseException) -> str:
     """Returns the message of an error for the command line, and prints its traceback if wanted.
 
-    The message says how to see more if code of the user failed.
+    If the user's code failed, the message names the option that prints more.
     """
     text = printable_lines(str(error))
     if wants_traceback():
@@ -150,7 +150,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def tell_if_long(num_cells: int, part: str) -> None:
-    """Says on the standard error what a command begins, if it has so many actions each way."""
+    """Prints a command's next part on standard error, if it has many actions each way."""
     if num_cells > LONG_CELLS:
         seconds = time.process_time()
         click.echo(f"{seconds:4.0f} s: {part}, {num_cells:,} actions each way", err=True)
@@ -164,7 +164,7 @@ def saving(option: str, path: Path, save: Callable[[Path], object]) -> None:
     """
     try:
         save(path)
-    except (OSError, ValueError) as error:  # a path may be none
+    except (OSError, ValueError) as error:  # the path may be invalid
         raise click.ClickException(f"{option} {path}: {reason(error)}") from error
 
 
@@ -175,7 +175,7 @@ _FORMATS = {
 
 
 def draw(pictures: Mapping[str, Path], timelines: Sequence[Timeline]) -> None:
-    """Writes one or two timelines into the files that a command was asked for, and says which.
+    """Writes one or two timelines into the requested files, and prints the names of these files.
 
     Raises:
         click.ClickException: If a timeline cannot be drawn, or a file cannot be written.
@@ -189,7 +189,7 @@ def draw(pictures: Mapping[str, Path], timelines: Sequence[Timeline]) -> None:
 
 
 def draws(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options, and as its first argument the file of each that was given.
+    """Gives a command the options of pictures; its first argument gets the files of used options.
 
     For example::
 

@@ -1,4 +1,4 @@
-"""`pipegrad trace`, `doctor`, `export` and the lists of plug-ins: look at what there is."""
+"""`pipegrad trace`, `doctor`, `export` and the lists of plug-ins: show runs, ranks and plug-ins."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def trace(
     *,
     as_json: bool,
 ) -> None:
-    """Print where a recorded step went: what each rank did, and what decided when it ended.
+    """Print the parts of a recorded step: the work of each rank, and the reasons for its end time.
 
     RUN is the folder of a run, or a timeline in JSON.
     """
@@ -113,7 +113,7 @@ def _loaded(run: Path) -> Timeline:
     "--save", type=Path, metavar="FILE", help="Save the network as costs, for `pipegrad simulate`."
 )
 def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | None) -> None:
-    """Measure the links between ranks, compare their versions, and say what is odd.
+    """Measure the links between ranks, compare their versions, and report what is odd.
 
     torchrun --nproc-per-node 4 -m pipegrad doctor
     """

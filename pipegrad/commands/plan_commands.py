@@ -1,4 +1,4 @@
-"""`pipegrad plan`, `schedule`, `simulate` and `verify`: what ranks do, without any."""
+"""`pipegrad plan`, `schedule`, `simulate` and `verify`: show the work of ranks, but start none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pipegrad.train.job import Job
 
 _MOST_RANKS = 2**20  # a topology lists its ranks
-_UNREADABLE = 2  # as of `pipegrad audit`
+_UNREADABLE = 2  # the same code as in `pipegrad audit`
 
 
 @click.command()
@@ -70,7 +70,7 @@ def plan(
     costs_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
+    """Print the plan of the ranks of CONFIG, without starting any: one replica, and sums."""
     from pipegrad.simulation.costs import Costs
     from pipegrad.tables import make_console, print_parts
     from pipegrad.train.rendering import rendered_summary
@@ -104,8 +104,8 @@ def _prepared(config: Config, ranks: int | None, costs: Path | None) -> tuple[Jo
 
     try:
         return on("meta")
-    # Without memory first: a plan of a large model fits anywhere. A factory that reads its own
-    # tensors fails on "meta", and needs real ones.
+    # First without memory, because a plan of a large model then fits anywhere. A factory that reads
+    # its own tensors fails on "meta", and needs real ones.
     except Exception:  # noqa: BLE001 - any error of the factory
         return on("cpu")
 
@@ -124,7 +124,7 @@ def _prepared(config: Config, ranks: int | None, costs: Path | None) -> tuple[Jo
 def schedule(
     name: str, ranks: int, microbatches: int, settings: Sequence[str], file_format: str
 ) -> None:
-    """Print what each rank computes, in order, by the schedule NAME.
+    """Print the computes of each rank, in order, by the schedule NAME.
 
     NAME is a name that `pipegrad schedules` lists, or module:attr.
     """
@@ -141,7 +141,7 @@ def schedule(
     click.echo(text, nl=False)
 
 
-# What these need takes time to import, as numbers of torch do: it is imported when a command runs.
+# Modules for these commands are imported when they run, because the import takes time.
 
 Command = TypeVar("Command", bound=Callable[..., None])
 _MIB = 2**20
@@ -192,7 +192,7 @@ def simulate(
     save: Path | None,
     **amounts: Any,  # noqa: ANN401 - numbers; None if W takes half of a backward
 ) -> None:
-    """Print what a step of SCHEDULE takes, where it goes, and what would make it shorter.
+    """Print the time of a step of SCHEDULE, its parts, and changes that would make it shorter.
 
     SCHEDULE is a name that `pipegrad schedules` lists, or module:attr.
     """
@@ -216,7 +216,7 @@ def simulate(
         tell_if_long(num_cells, "makes the schedule")
         made, costs = _made({**options, "name": schedule}, ranks, microbatches, costs_of)
         check_size(len(made.stage_to_rank), microbatches)
-        # Costs of more stages than the schedule has are refused by the simulation.
+        # The simulation refuses costs of more stages than the schedule has.
         own = replace(costs, stages=costs.stages[: len(made.stage_to_rank)])
         program = lower(made, links=chain_of(own))
         tell_if_long(num_cells, "simulates it")
@@ -234,12 +234,12 @@ def simulate(
         seconds = {"step_seconds": simulation.step_seconds, "peak_bytes": simulation.peak_bytes}
         click.echo(json.dumps({"costs": basis, **seconds, **explanation.to_json()}, indent=2))
     else:
-        doubts = costs.doubts() if costs_file else ()  # options say their units themselves
+        doubts = costs.doubts() if costs_file else ()  # options name their units
         _show(made, simulation, costs, basis=basis, doubts=doubts, explained=explanation)
 
 
 def _refuse_both(costs_file: Path | None) -> None:
-    """Refuses amounts beside a file that has them."""
+    """Refuses amounts if a file of costs is given, too."""
     context = click.get_current_context()
     given = [
         parameter.opts[0]
@@ -259,7 +259,7 @@ def _made(
     microbatches: int,
     costs_of: Callable[[Schedule], Costs],
 ) -> tuple[Schedule, Costs]:
-    """Returns the schedule and its costs; schedules that measure steps are given the costs."""
+    """Returns the schedule and its costs; schedules that measure steps get the costs."""
     from pipegrad.schedules import generate, registry
     from pipegrad.schedules.measured import MeasuredGenerator
     from pipegrad.simulation.auto import Auto
@@ -290,10 +290,10 @@ def _uniform(
     gbit: float,
     latency_us: float,
 ) -> Costs:
-    """Returns costs of ranks that are all alike."""
+    """Returns equal costs for all ranks."""
     from pipegrad.simulation.costs import Costs, Network, StageCosts
 
-    # Schedules with several stages on a rank can then be compared with others.
+    # Divide, because schedules with several stages on a rank must be comparable with others.
     stages_per_rank = len(schedule.stage_to_rank) / schedule.num_ranks
     stage = StageCosts(
         forward_seconds=forward_ms / 1e3 / stages_per_rank,

@@ -1,8 +1,8 @@
 """`pipegrad train` and `pipegrad launch`: trains, and starts the ranks of a machine.
 
 torch's elastic launcher starts, watches, restarts and ends the processes, as it does for torchrun.
-A rank that it starts is `pipegrad train`, or a script of the user. The process of the former ends
-with its launcher.
+A rank that it starts is `pipegrad train`, or a script of the user. A process of `pipegrad train`
+ends with its launcher.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
 
 
 def _in_place_of(error: SystemExit) -> StepError:
-    """Returns an error that stands for an exit, with its traceback."""
+    """Returns an error that replaces an exit, with its traceback."""
     instead = StepError(
         f"the run was ended by {in_words(error)}: no model, handler or plug-in may do that"
     )
@@ -167,8 +167,8 @@ def launch(
         else:
             num_ranks = _checked(config, arguments, num_ranks, nodes)
             traceback = ["--traceback"] if wants_traceback() else []
-            # -P: otherwise files of the working directory stand in for pipegrad, torch and the
-            # library.
+            # -P, because otherwise files of the working directory could replace pipegrad, torch and
+            # the standard library.
             command = ["-P", "-u", "-m", "pipegrad", "train", str(config), *arguments, *traceback]
         _set_environment(num_ranks, nodes, saves=not is_script)
         with tempfile.TemporaryDirectory(prefix="pipegrad-") as logs:
@@ -220,10 +220,10 @@ def _check_rendezvous(nodes: int, rendezvous: str | None) -> None:
 
 
 def _set_environment(num_ranks: int, nodes: int, *, saves: bool) -> None:
-    """Sets what ranks and launcher read of the environment, unless the user has set it."""
+    """Sets environment variables of ranks and launcher, unless the user has set them."""
     from pipegrad.comm.store import of_one_machine
 
-    # torch would take all cores on each rank.
+    # Otherwise torch uses all cores on each rank.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     if saves:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
@@ -231,8 +231,8 @@ def _set_environment(num_ranks: int, nodes: int, *, saves: bool) -> None:
         for name, value in of_one_machine().items():
             os.environ.setdefault(name, value)
     else:
-        # Else the ranks of a restart find addresses of those before in the launcher's store. On one
-        # machine they use other names; see `process_group`.
+        # Otherwise the ranks of a restart find addresses of earlier ranks in the launcher's store.
+        # On one machine they use other names; see `process_group`.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
@@ -244,7 +244,7 @@ def _launch_config(
     nodes: int,
     rendezvous: str | None,
 ) -> LaunchConfig:
-    """Returns what torch's launcher takes."""
+    """Returns the configuration of torch's launcher."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -258,21 +258,21 @@ def _launch_config(
         rdzv_backend=_ONE_MACHINE if nodes == 1 else "c10d",
         rdzv_endpoint=rendezvous or "127.0.0.1:0",
         rdzv_configs={"timeout": _JOIN_SECONDS},
-        # One machine needs no name service, which may take seconds to say that it knows no name.
+        # One machine needs no name service, which may take seconds to fail.
         local_addr="127.0.0.1" if nodes == 1 else None,
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(logs),
-        # Each of them is sent to all ranks, and then the launcher ends.
+        # The launcher sends each of them to all ranks, and then ends.
         signals_to_handle="SIGTERM,SIGINT,SIGQUIT,SIGUSR1",
     )
 
 
 @functools.cache  # torch takes a name once in a process
 def _register_one_machine() -> None:
-    """Makes a rendezvous known to torch's launcher that waits for nobody, and is not reachable.
+    """Registers a rendezvous for torch's launcher that waits for no other one, and is unreachable.
 
-    torch's own listens on all interfaces, also for one machine, and unpickles what it finds in its
-    store.
+    It replaces torch's rendezvous, because that one listens on all interfaces, also for one
+    machine, and unpickles the values of its store.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public
     from torch.distributed.elastic.rendezvous import (
@@ -286,7 +286,7 @@ def _register_one_machine() -> None:
     from pipegrad.comm.store import LOOPBACK, loopback_store
 
     class OneMachine(RendezvousHandler):
-        """The rendezvous of one launcher, which is alone."""
+        """The rendezvous of a single launcher."""
 
         def __init__(self, parameters: RendezvousParameters) -> None:
             self._run_id, self._store, self._round = parameters.run_id, loopback_store(), 0
@@ -303,7 +303,7 @@ def _register_one_machine() -> None:
             return self._run_id
 
         def next_rendezvous(self) -> RendezvousInfo:
-            self._round += 1  # ranks that start again find no keys of those before
+            self._round += 1  # restarted ranks find no keys of earlier ones
             store = PrefixStore(f"{_ONE_MACHINE}/launcher/{self._round}", self._store)
             return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
 
@@ -347,7 +347,7 @@ def _run(config: LaunchConfig, command: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps back what torch logs of ends and signals, unless --traceback wants all."""
+    """Hides the log of torch's launcher about ends and signals, unless --traceback is given."""
     logger = logging.getLogger("torch.distributed.elastic")
     propagated, logger.propagate = logger.propagate, wants_traceback()
     silent = logging.NullHandler()
@@ -361,7 +361,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended_with_terminal() -> Iterator[None]:
-    """Lets a closed terminal end the ranks as SIGTERM does; under nohup they go on."""
+    """Makes a closed terminal end the ranks as SIGTERM does; under nohup they continue."""
     before = signal.getsignal(signal.SIGHUP)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
@@ -375,7 +375,7 @@ def _report(failures: Mapping[int, ProcessFailure], *, is_script: bool) -> int:
     """Prints why the ranks failed; returns the exit code, as a shell has it."""
     rank, failure = _cause_of(failures)
     code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    # Ranks that a signal has stopped have said so themselves.
+    # Ranks that a signal has stopped have printed this.
     if failure.exitcode not in _STOPPED and not _has_said_all(failure, is_script=is_script):
         click.echo(f"Error: {_cause(rank, failure)}", err=True)
     return code
@@ -404,7 +404,7 @@ def _cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailu
 
 
 def _cause(rank: int, failure: ProcessFailure) -> str:
-    """Returns one line: the cause if a rank has left one; otherwise which rank failed first."""
+    """Returns one line: the cause if a rank has left one; otherwise the rank that failed first."""
     message: Any = failure.error_file_data.get("message")
     if isinstance(message, dict):
         message = message.get("message")
@@ -418,16 +418,16 @@ def _cause(rank: int, failure: ProcessFailure) -> str:
 
 
 def begin_rank() -> None:
-    """Does what a rank of a launcher begins with; nothing in a process that none has started.
+    """Prepares a rank of a launcher; does nothing in a process that no launcher has started.
 
-    Each rank is in a session of its own, so that Ctrl-C reaches the launcher alone. A launcher that
-    is killed by SIGKILL cannot end its ranks. So the kernel does it, on Linux only.
+    Each rank has a separate session, because Ctrl-C must reach the launcher alone. A launcher that
+    is killed by SIGKILL cannot end its ranks. Therefore the kernel ends them, on Linux only.
     """
-    # What this process starts is not the launcher's.
+    # Processes that this one starts do not belong to the launcher.
     launcher = os.environ.pop(_LAUNCHER, None)
     if launcher is None:
         return
-    # SIGKILL: the launcher keeps the store by which ranks would agree on a last checkpoint.
+    # SIGKILL, because the launcher kept the store by which ranks would agree on a last checkpoint.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if str(os.getppid()) != launcher:  # it ended before

@@ -1,6 +1,6 @@
-"""What did a run really do, and what do computing and sending really take?
+"""Measures real runs: timelines of steps, and times of computing and sending.
 
-`record` makes the timeline of real steps, `measure_costs` the costs that `simulate` takes, and
-`examine` looks at ranks and links before a run. Start with ``recording.py`` and
+`record` returns the timeline of real steps, and `measure_costs` returns costs for `simulate`.
+`examine` checks ranks and links before a run. Start with ``recording.py`` and
 ``stage_profile.py``.
 """

@@ -1,7 +1,7 @@
-"""examine: looks at ranks and links before a run, and says what is odd.
+"""examine: checks ranks and links before a run, and reports unusual ones in words.
 
-Everything is bounded in time. The ranks meet over the store of the process group, so a rank that
-does not answer is named.
+Everything is bounded in time. The ranks agree over the store of the process group, because then an
+error names a rank that does not answer.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from pipegrad.schedules.program.program import Channel
 from pipegrad.simulation.costs import Costs, LinkCosts, Network, StageCosts
 from pipegrad.topology import Topology
 
-_ALL_PAIRS_RANKS = 8  # more ranks have too many pairs: then neighbours alone are measured
+_ALL_PAIRS_RANKS = 8  # more ranks have too many pairs: only neighbours are measured
 _LATE_SECONDS = 1.0
-_SLOW = 2.0  # so many times slower than the median is odd
+_SLOW = 2.0  # times slower than the median: reported
 _ASYMMETRIC = 1.5
 _CLOCK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank says of itself.
+    """The facts that one rank reports of itself.
 
     Attributes:
         rank: The global rank.
         host: Name of its host.
-        home: What names its machine and network: ranks with the same one share NICs.
-        device: Where it would compute, in words.
-        backend: What sends tensors of that device.
-        versions: By name: pipegrad, torch, Python, and NCCL where it is used.
-        cores: Processors that it may use.
-        threads: What OMP_NUM_THREADS says; None if it is unset.
-        compute_threads: Threads that torch computes with.
-        asked_seconds: When it came to the first meeting, by the clock of its host.
+        home: Name of its machine and network: ranks with the same one share NICs.
+        device: The device on which it would compute, in words.
+        backend: The backend that sends tensors of this device.
+        versions: Name -> version: pipegrad, torch, Python, and on GPUs NCCL.
+        cores: Number of CPU cores that it may use.
+        threads: Value of OMP_NUM_THREADS; None if it is unset.
+        compute_threads: Number of threads that torch computes with.
+        asked_seconds: Time at which it came to the first agreement, by the clock of its host.
     """
 
     rank: int
@@ -70,15 +70,15 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found.
+    """The result of `examine`.
 
     Attributes:
-        ranks: Of each rank.
-        late_seconds: For each rank how much later than the first one it answered.
-        clocks: For each rank how far its clock is from that of the first rank.
-        links: What messages take on each link that was measured.
-        network: The links, and which ranks share a host, for `Costs`.
-        odd: What a person should look at, in words; empty if all is well.
+        ranks: Facts about each rank.
+        late_seconds: For each rank, the delay of its answer after the first answer.
+        clocks: For each rank, the offset of its clock from the first rank's clock.
+        links: Costs of messages on each measured link.
+        network: The links, and the ranks that share a host, for `Costs`.
+        odd: Sentences about unusual ranks and links; empty if all is well.
     """
 
     ranks: tuple[RankFacts, ...]
@@ -94,7 +94,7 @@ class Examination:
         return Costs(tuple(StageCosts() for _ in self.ranks), self.network)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
+        """Returns the examination as plain data."""
         return {
             "ranks": [
                 {**asdict(facts), "late_seconds": late, "clock_offset_seconds": clock.offset}
@@ -113,12 +113,12 @@ class Examination:
 
 
 def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examination:
-    """Returns what there is between the ranks of the default process group, and what is odd.
+    """Returns facts about the ranks of the default process group, and about their links.
 
-    All ranks call it together; a process alone may, too.
+    All ranks call it together. A process without a group may call it, too.
 
     Raises:
-        AgreementError: If a rank does not answer. It is named.
+        AgreementError: If a rank does not answer. The error names it.
     """
     met = partial(agree, timeout_seconds=timeout_seconds)
     ranks = tuple(met("pipegrad doctor", partial(_facts, device)))
@@ -152,10 +152,10 @@ def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examinati
 
 
 def _pairs(ranks: Sequence[RankFacts]) -> list[Pair]:
-    """Returns the links to measure: all of few ranks, of many those to both neighbours.
+    """Returns the links to measure: all if there are few ranks, else links to both neighbours.
 
-    None if ranks have other backends or types of device: they cannot send to each other. What is
-    odd says so. Cards of other names can.
+    The list is empty if ranks have different backends or types of device, because these cannot send
+    to each other. `oddities` reports them. GPUs with different names can send to each other.
     """
     types = {(facts.backend, facts.device.partition(" ")[0].partition(":")[0]) for facts in ranks}
     size = len(ranks)
@@ -191,14 +191,14 @@ def _facts(device: torch.device) -> RankFacts:
 
 
 def lateness(ranks: Sequence[RankFacts], readings: Sequence[Reading]) -> tuple[float, ...]:
-    """Returns how much later than the first one each rank came, by one clock."""
+    """Returns the delay of each rank after the first one, by one clock."""
     came = [
         facts.asked_seconds + reading.offset for facts, reading in zip(ranks, readings, strict=True)
     ]
     return tuple(seconds - min(came) for seconds in came)
 
 
-# What is odd.
+# Oddities.
 
 
 def oddities(
@@ -207,7 +207,7 @@ def oddities(
     clocks: Sequence[Reading],
     links: Sequence[LinkCosts],
 ) -> Iterator[str]:
-    """Yields what a person should look at, in words."""
+    """Yields sentences about ranks and links that a person should look at."""
     yield from _other_versions(ranks)
     yield from _hosts(ranks)
     for facts, seconds in zip(ranks, late_seconds, strict=True):
@@ -221,7 +221,7 @@ def oddities(
             yield f"rank {facts.rank}: its clock is known to {clock.error:.1f} s only"
     home = {facts.rank: facts.home for facts in ranks}
     is_local = [home[link.source] == home[link.target] for link in links]
-    # Messages of a host to itself cost processor time on gloo, so they say nothing of a link.
+    # On gloo, messages inside a host cost CPU time. Therefore they do not show the speed of a link.
     of_hosts = [link for link, local in zip(links, is_local, strict=True) if not local]
     of_cards = [link for link, local in zip(links, is_local, strict=True) if local]
     for alike in (of_hosts, of_cards if all(f.backend != "gloo" for f in ranks) else []):

@@ -1,7 +1,7 @@
-"""Links: what messages between the ranks of a pipeline take, measured by messages.
+"""Links: measures the time of messages between the ranks of a pipeline.
 
-Every link is measured while nothing else is sent, one after the other. The sender sends messages
-of growing size, and the receiver answers each of them with an empty one.
+Links are measured one after the other, while nothing else is sent. The sender sends messages of
+growing size, and the receiver answers each of them with an empty one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pipegrad.topology import Topology
 ARRIVED = sync_points.WaitWork("links.arrived", "the next message is measured by itself")
 
 _REPEATS = 7
-_HOP_SECONDS = 600.0  # how long all ranks wait for one hop
+_HOP_SECONDS = 600.0  # limit of all ranks' wait for one hop
 SIZES = (2**16, 2**19, 2**22, 2**25)  # bytes of messages
-_LONG_SECONDS = 0.03  # a message that takes so long shows the rate
+_LONG_SECONDS = 0.03  # a message that takes longer shows the rate
 
 Pair = tuple[int, int]  # the rank that sends, and the rank that receives
 
@@ -43,7 +43,7 @@ class Wires:
         self._device = device
 
     def pass_on(self, source: int, target: int, num_bytes: int) -> None:
-        """Sends a message from one rank to another; one of no bytes goes from host to host."""
+        """Sends a message from one rank to another; an empty one goes from host to host."""
         is_sender = self.rank == source
         peer = target if is_sender else source
         way = self._edges.to if is_sender else self._edges.of
@@ -58,7 +58,7 @@ class Wires:
     def trips(
         self, pair: Pair, num_bytes: int, *, back_bytes: int = 0, repeats: int = _REPEATS
     ) -> list[float]:
-        """Returns the seconds of messages there and back; empty on all ranks but the sender."""
+        """Returns the seconds of round trips; empty on all ranks except the sender."""
         times = list[float]()
         if self.rank in pair:
             for _ in range(repeats + 1):  # the first one connects
@@ -78,7 +78,7 @@ def measure_links(
     device: torch.device,
     timeout_seconds: float = AGREE_SECONDS,
 ) -> tuple[LinkCosts, ...]:
-    """Returns what messages take on each of these links; the same on all ranks.
+    """Returns the costs of messages on each of these links; the same on all ranks.
 
     All ranks of the pipeline call it, between steps.
 
@@ -98,11 +98,11 @@ def measure_links(
 
     links = list[LinkCosts]()
     for pair in pairs:
-        # The fastest empty message shows the link; a slower one, a host that was busy.
+        # The fastest empty message shows the link, because slower ones wait for a busy host.
         seconds = empty = min(trips(pair, 1))
         for size in SIZES:
             seconds = statistics.median(trips(pair, size))
-            # A message that takes less than a round trip shows how even round trips are, not the
+            # A message that takes less than a round trip shows the noise of round trips, not the
             # rate.
             if seconds - empty > max(_LONG_SECONDS, empty):
                 break
@@ -111,9 +111,9 @@ def measure_links(
 
 
 def fitted(empty_seconds: float, num_bytes: int, seconds: float) -> tuple[float, float]:
-    """Returns latency and rate, of the round trips of an empty and of a large message.
+    """Returns latency and rate, from the round trips of an empty and of a large message.
 
-    The way back is an empty message, so the latency is half of the empty round trip.
+    The latency is half of the empty round trip, because the way back is an empty message.
     """
     extra = seconds - empty_seconds
     return empty_seconds / 2, num_bytes / extra if extra > 0 else math.inf
@@ -122,17 +122,17 @@ def fitted(empty_seconds: float, num_bytes: int, seconds: float) -> tuple[float,
 def measure_hops(
     topology: Topology, *, num_bytes: int, repeats: int = 11, device: torch.device | str = "cpu"
 ) -> tuple[float, ...]:
-    """Returns how long a message takes from each rank of the pipeline to the next, in seconds.
+    """Returns the seconds of a message from each rank of the pipeline to the next.
 
-    The schedule ``hop-aware-1f1b`` takes it as ``hop_seconds``. Hops are measured one after the
-    other. A hop takes half of the time of a message there and back: the median of `repeats`, and
-    the slowest of all pipelines. Every rank of the topology must call it. All get the same numbers.
+    Give them to the schedule ``hop-aware-1f1b`` as ``hop_seconds``. Hops are measured one after the
+    other. The time of a hop is half of a round trip: the median of `repeats`, and the slowest of
+    all pipelines. Every rank of the topology must call it. All get the same numbers.
 
     Args:
-        topology: Ranks.
-        num_bytes: Size of the value that a stage hands on for a microbatch.
-        repeats: How often each hop is measured.
-        device: Where the messages are.
+        topology: The ranks.
+        num_bytes: Size of the output that a stage sends for a microbatch.
+        repeats: Number of round trips of each hop.
+        device: Device of the messages.
     """
     device = torch.device(device)
     hops = [(hop, hop + 1) for hop in range(topology.size(topology.pipeline) - 1)]
@@ -141,7 +141,7 @@ def measure_hops(
     wires = Wires(edges, topology.coordinate(topology.pipeline), device)
     seconds = list[float]()
     for hop in hops:
-        # All ranks agree on each hop, so hops are measured one after the other.
+        # All ranks agree on each hop, because hops must be measured one after the other.
         replies = agree(
             f"hop {hop[0]}",
             partial(wires.trips, hop, num_bytes, back_bytes=num_bytes, repeats=repeats),
@@ -154,9 +154,9 @@ def measure_hops(
 
 
 def host_name() -> str:
-    """Returns what names the network that this rank sends by: its machine, and where it is a guest.
+    """Returns the name of the network that this rank sends by: its machine and network namespace.
 
-    Ranks of one machine may be in namespaces of their own, with NICs of their own.
+    Ranks of one machine may be in separate namespaces, with separate NICs.
     """
     try:
         network = os.readlink("/proc/self/ns/net")  # noqa: PTH115 - a link that leads to no path
@@ -166,7 +166,7 @@ def host_name() -> str:
 
 
 def machine_name() -> str:
-    """Returns what names this run of this machine's kernel; "" where there is none."""
+    """Returns the id of this boot of the machine; "" if there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -174,6 +174,6 @@ def machine_name() -> str:
 
 
 def network_of(links: Sequence[LinkCosts], hosts: Sequence[str]) -> Network:
-    """Returns the network of links that were measured; each link has its own rate."""
+    """Returns the network of measured links; each link has its own rate."""
     names = list(dict.fromkeys(hosts))
     return Network(hosts=tuple(map(names.index, hosts)), links=tuple(links))

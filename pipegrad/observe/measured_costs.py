@@ -1,10 +1,10 @@
-"""measure_costs: what a `Scheduler` really takes, as costs for `simulate`.
+"""measure_costs: measures the real costs of a `Scheduler`, for `simulate`.
 
 costs = pipegrad.measure_costs(scheduler, x, target=y)
 print(simulate(scheduler.program, costs).step_seconds)
 
-Stages are measured one after the other, each alone. Then come the links of one pipeline, what no
-microbatch has (reductions, the optimizer, the host), and the codecs of hops.
+Stages are measured one after the other, each alone. Then come the links of one pipeline, costs
+outside of microbatches (reductions, the optimizer, the host), and the codecs of hops.
 """
 
 from __future__ import annotations
@@ -65,32 +65,33 @@ def measure_costs(
     repeats: int = 5,
     **named: object,
 ) -> Costs:
-    """Returns what computing, sending, reducing and stepping take on the ranks of `scheduler`.
+    """Returns the costs of computing, sending, reducing and stepping on the ranks of `scheduler`.
 
     All ranks call it together, between steps, with a batch as for `Scheduler.step`. Its first
-    microbatch is measured. Stages run one after the other, each alone; a stage that takes what
-    other stages make gets random numbers of the right shapes. Nothing changes: parameters,
-    gradients, buffers, random numbers and the Scheduler are as before. While a stage is measured
-    it holds its gradients a second time.
+    microbatch is measured. Stages run one after the other, each alone; a stage that reads outputs
+    of other stages gets random numbers of the right shapes. Nothing changes: parameters, gradients,
+    buffers, random numbers and the Scheduler are as before. During its measurement, a stage needs
+    the memory of its gradients a second time.
 
     Args:
-        scheduler: Whose stages.
-        *inputs: As in `Scheduler.step`.
-        target: As there.
-        microbatches: As there.
-        num_microbatches: As there.
-        rows_of: As there.
-        optimizer: Of `scheduler.optimizer`; without it, its step takes no time and holds nothing.
-        timeline: Of a recording of these ranks, from which the times of the host are read; without
-            it, the host takes no time on top of computing.
-        links: Whether to measure the links; without it, messages take no time.
-        repeats: Of each pass; the median counts.
-        **named: As in `Scheduler.step`.
+        scheduler: The Scheduler to measure.
+        *inputs: The inputs of `Scheduler.step`.
+        target: The target of `Scheduler.step`.
+        microbatches: See `Scheduler.step`.
+        num_microbatches: See `Scheduler.step`.
+        rows_of: See `Scheduler.step`.
+        optimizer: The optimizer of `scheduler.optimizer`; without it, its step takes no time, and
+            it has no state.
+        timeline: The timeline of a recording of these ranks, for the times of the host; without it,
+            the host adds no time to computing.
+        links: True to measure the links; otherwise messages take no time.
+        repeats: Number of runs of each pass; the median counts.
+        **named: The named inputs of `Scheduler.step`.
 
     Raises:
         PipegradError: On all ranks, if the batch does not fit, if stages are of FSDP2, or if a step
             is not finished.
-        Exception: What a stage raises; on other ranks an AgreementError with its words.
+        Exception: The error of a stage; on other ranks an AgreementError with its text.
     """
     topology = scheduler.topology
     batch = Batch(inputs, named, target, None, microbatches, num_microbatches, False, rows_of)
@@ -104,7 +105,7 @@ def measure_costs(
     for stage in range(topology.num_stages):
         replies = met(f"measuring stage {stage}", partial(profile.stage, stage))
         measured = {rank: r for rank, r in zip(ranks, replies, strict=True) if r is not None}
-        # Replicas may have batches of other sizes, so shapes are those of this rank's pipeline.
+        # Use the shapes of this rank's pipeline, because other replicas may have other batch sizes.
         profile.specs |= next(specs for rank, (_, specs) in measured.items() if rank in pipeline)
         # All replicas of a step wait for the slowest one.
         every = (costs for costs, _ in measured.values())
@@ -113,7 +114,7 @@ def measure_costs(
     hosts = dict(zip(ranks, met("hosts", host_name), strict=True))
 
     def around() -> tuple[Network, HostCosts] | None:
-        """Looks at the first pipeline; the others keep still, because they may share its NICs."""
+        """Measures the first pipeline; the others keep still, because they may share its NICs."""
         if topology.rank not in topology.one_replica:
             return None
         host = HostCosts() if timeline is None else host_costs(timeline)
@@ -127,7 +128,7 @@ def measure_costs(
         )
         return network_of(measured, [hosts[rank] for rank in pipeline]), host
 
-    # Each size of message on a link has a meeting of its own.
+    # Each size of message on a link has its own agreement.
     patience = seconds * (1 + (1 + len(SIZES)) * len(pairs))
     result = agree("links", around, ranks=ranks, timeout_seconds=patience)
     network, host = next(each for each in result if each is not None)
@@ -147,7 +148,7 @@ class _Profile:
     """Measures the stages of one rank.
 
     Attributes:
-        specs: What values look like that the stages so far make, by link.
+        specs: Specs of the outputs of all measured stages, by link.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class _Profile:
         self.specs: dict[int, Spec] = {}
 
     def begin(self) -> None:
-        """Takes the first microbatch.
+        """Cuts the first microbatch off the batch.
 
         Raises:
             PipegradError: If it does not fit, or nothing can be measured now.
@@ -183,14 +184,14 @@ class _Profile:
         ready = self._batch.microbatches
         number = self._batch.num_microbatches or self._scheduler.schedule.num_sequences
         number = number if ready is None else len(ready)
-        with torch.no_grad():  # nothing is cut off a graph of the caller's
+        with torch.no_grad():  # cuts must not extend a graph of the caller
             batches = self._scheduler.steps.batches
             given = batches.cut(self._batch, number, needs_target=True)
         self._external = {name: _detached(column[0]) for name, column in given.inputs.items()}
         self._target = None if given.targets is None else _detached(given.targets[0])
 
     def stage(self, stage: int) -> tuple[StageCosts, dict[int, Spec]] | None:
-        """Returns what a stage costs, and what its outputs look like; None on other ranks."""
+        """Returns the costs of a stage and the specs of its outputs; None on other ranks."""
         if stage not in self._stages:
             return None
         wiring = self._pipeline.wiring
@@ -225,10 +226,10 @@ class _Profile:
 
 
 def _random(spec: Spec, device: torch.device) -> Tensor:
-    """Returns a value that looks as `spec` says."""
+    """Returns a random value with this spec."""
     if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-    # Numbers of its own: those of the caller stay as they are.
+    # A separate generator, because the caller's random numbers must not change.
     generator = torch.Generator(device).manual_seed(0)
     real = torch.float32 if spec.dtype.is_floating_point else spec.dtype
     value = torch.randn(spec.shape, dtype=real, device=device, generator=generator)
@@ -240,11 +241,11 @@ def _detached(value: object) -> object:
     return rebuilt([leaf.detach() if isinstance(leaf, Tensor) else leaf for _, leaf in leaves])
 
 
-# What no microbatch has.
+# Costs outside of microbatches.
 
 
 def reductions_of(sync: GradientSync) -> dict[str, CollectiveCosts]:
-    """Returns what the reductions of this rank's pipeline send, by their names."""
+    """Returns the costs of the reductions of this rank's pipeline, by their names."""
     topology = sync.topology
     plans = sync.agreed.plans(topology.ranks_along(topology.pipeline))
     return reductions_in(plans.values(), topology)
@@ -312,11 +313,12 @@ def optimizer_costs(
 ) -> tuple[float, int]:
     """Returns the seconds of an optimizer's step of a stage, and the bytes of its state.
 
-    It is measured with a copy of the optimizer. Master copies count as state.
+    A copy of the optimizer is measured. Master copies count as state.
 
-    The copy has the groups of `optimizer`, not its state, and steps clones with gradients of zero.
-    If it is made of several, each of them has a copy.
-    A class that cannot be made of its groups alone is not measured; then its own state counts.
+    The copy has the groups of `optimizer`, but not its state. It steps clones with zero gradients.
+    If the optimizer consists of several ones, each of them has a copy.
+    A class that needs more arguments than groups is not measured; then the state of `optimizer`
+    counts.
 
     Raises:
         ScheduleError: If the optimizer has no parameter of the stage.
@@ -351,7 +353,7 @@ def _state_bytes(states: Iterable[Mapping[str, object]]) -> int:
 def _copied_groups(
     optimizer: torch.optim.Optimizer, own: list[MainParameter]
 ) -> list[dict[str, object]]:
-    """Returns the groups of some main parameters, of clones with gradients of zero."""
+    """Returns the groups of some main parameters, with clones that have zero gradients."""
     ids = {id(main.tensor) for main in own}
     groups = list[dict[str, object]]()
     for group in optimizer.param_groups:
@@ -370,14 +372,14 @@ def _step_seconds(optimizers: Iterable[torch.optim.Optimizer], device: torch.dev
     return clock(device) - began
 
 
-# What the codecs of hops cost.
+# Costs of the codecs of hops.
 
 _ROW = 1024  # elements of a row of a value whose shape is not known
 _REPEATS = 3
 
 
 def measured_codecs(scheduler: Scheduler, specs: Mapping[int, Spec]) -> tuple[CodecCosts, ...]:
-    """Returns what the codecs of a Scheduler cost, timed on this rank alone."""
+    """Returns the costs of a Scheduler's codecs, timed on this rank alone."""
     crossing = dict[tuple[Hop, Carried], list[Spec]]()
     for link, kind, source, target in scheduler.program.channels:
         carried: Carried = "activations" if kind == "F" else "gradients"
@@ -394,8 +396,8 @@ def measured_codecs(scheduler: Scheduler, specs: Mapping[int, Spec]) -> tuple[Co
 def with_codecs(costs: Costs, choice: CodecChoice, program: Program) -> Costs:
     """Returns costs with the codecs of a job, and with no others.
 
-    What the costs know of them stays. Of the others values are taken for float32 in rows of 1,024,
-    and encoding takes no time: nothing is measured.
+    Known costs of these codecs stay. For the other codecs, values are assumed to be float32 in rows
+    of 1,024. Their encoding takes no time, because nothing is measured.
     """
     chosen = ((known, choice.of(known.ranks, known.carries)) for known in costs.codecs)
     kept = [known for known, codec in chosen if codec is not None and codec.name == known.codec]
@@ -414,7 +416,7 @@ def with_codecs(costs: Costs, choice: CodecChoice, program: Program) -> Costs:
 def _measured(
     hop: Hop, carried: Carried, codec: Codec, specs: Sequence[Spec], device: torch.device
 ) -> CodecCosts:
-    """Returns what a codec makes of values that look like this, with random numbers.
+    """Returns the costs of a codec for random values with these specs.
 
     Sync: the host waits for the device.
     """
@@ -437,7 +439,7 @@ def _measured(
 def _seconds(
     coding: Coding, feedback: Feedback, value: Tensor, spec: Spec, position: Position
 ) -> tuple[float, float]:
-    """Returns the shortest of some times: a longer one shows a machine that was busy."""
+    """Returns the shortest of some times, because longer ones show a busy machine."""
     decoded, stamps = torch.empty_like(value), list[tuple[float, float, float]]()
     for _ in range(_REPEATS + 1):
         begin = clock(value.device)
@@ -447,5 +449,5 @@ def _seconds(
         stamps.append((begin, middle, clock(value.device)))
         feedback.end(lambda: False)
         feedback.decide()  # from now on an error is added, as in all steps but the first
-    stamps = stamps[1:]  # the first one makes memory, and kernels
+    stamps = stamps[1:]  # the first one also allocates memory and loads kernels
     return min(m - b for b, m, _ in stamps), min(e - m for _, m, e in stamps)

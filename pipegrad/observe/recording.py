@@ -1,4 +1,4 @@
-"""record: the timeline of the training steps that a `Scheduler` really makes.
+"""record: the timeline of the real training steps of a `Scheduler`.
 
 with pipegrad.record(scheduler) as recording:
     for x, y in data:
@@ -7,8 +7,9 @@ with pipegrad.record(scheduler) as recording:
 recording.timeline().save(Path("timeline.json"))
 
 Ranks of one machine share `time.perf_counter`. Others do not, and their clocks drift. The first
-rank of a pipeline answers each other rank with its time. The answer was made between the question
-and its arrival, so the fastest of some round trips bounds the error by half of its time.
+rank of a pipeline answers each other rank with its time. It reads this time after the question was
+sent and before the answer arrives. Therefore the fastest of some round trips bounds the error by
+half of its time.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ _LEAST_WAIT_SECONDS = 20e-6
 _ITEM_WAITS = ("wait for receive", "wait for send", "wait for parameters")
 ANSWERED = sync_points.WaitWork("clocks.answered", "a time is read that is still arriving")
 
-Ping = Callable[[], float]  # asks the first rank; returns its time
+Ping = Callable[[], float]  # requests the first rank's time, and returns it
 
 
 class Reading(NamedTuple):
-    """What a rank found at one time.
+    """A rank's clock at one time.
 
     Attributes:
-        seconds: By its own clock.
-        offset: What to add to its clock to have that of the first rank.
-        error: The offset is wrong by at most so much.
-        machine: Ranks with the same one share a clock; "" if that is not known.
+        seconds: Time by its own clock.
+        offset: Number to add to its clock to get the clock of the first rank.
+        error: Largest error of the offset.
+        machine: Id of the machine; ranks with the same one share a clock. "" if it is not known.
     """
 
     seconds: float
@@ -81,15 +82,15 @@ class Clock(NamedTuple):
 
 
 def clocks_of(before: Sequence[Reading], after: Sequence[Reading]) -> tuple[Clock, ...]:
-    """Returns the clock of each rank, of the readings of all ranks."""
+    """Returns the clock of each rank, from the readings of all ranks."""
     return tuple(map(Clock, _with_shared(before), _with_shared(after)))
 
 
 def _with_shared(readings: Sequence[Reading]) -> list[Reading]:
-    """Returns readings, without an offset where a rank shares the clock of the first rank."""
+    """Returns readings; a rank that shares the clock of the first rank has no offset."""
     machine = readings[0].machine
     return [
-        # A container may have a clock of its own. Then the offset is larger than its error.
+        # A container may have a separate clock. Then the offset is larger than its error.
         r._replace(offset=0.0, error=0.0)
         if r.machine == machine != "" and abs(r.offset) <= r.error
         else r
@@ -98,7 +99,7 @@ def _with_shared(readings: Sequence[Reading]) -> list[Reading]:
 
 
 def read_clock(edges: Edges, rank: int, num_ranks: int) -> Reading:
-    """Returns how far this rank's clock is from that of the first rank of its pipeline.
+    """Returns the offset of this rank's clock from the clock of its pipeline's first rank.
 
     All ranks of the pipeline call it, between steps.
     """
@@ -144,18 +145,18 @@ def _receive(group: dist.ProcessGroup, peer: int) -> float:
 
 @contextmanager
 def record(scheduler: Scheduler, *, steps: int = 3) -> Iterator[Recording]:
-    """Records the training steps that `scheduler` makes inside, and what is between them.
+    """Records the training steps that `scheduler` makes inside, and the time between them.
 
     All ranks enter together. It costs less than one percent of a step, and without it recording
     costs nothing. One recording of a Scheduler runs at a time. A step that fails is recorded as far
     as it went.
 
     Args:
-        scheduler: Whose steps.
-        steps: How many of the last steps are kept.
+        scheduler: The Scheduler whose steps are recorded.
+        steps: Number of the last steps that are kept.
 
     Raises:
-        ScheduleError: On all ranks, if `steps` is no number above 0, or if it is being recorded.
+        ScheduleError: On all ranks, if `steps` is no number above 0, or if another recording runs.
         AgreementError: If a rank does not enter.
     """
     recording = Recording(scheduler, steps)
@@ -166,12 +167,12 @@ def record(scheduler: Scheduler, *, steps: int = 3) -> Iterator[Recording]:
 
 
 class Recording:
-    """What this rank records of the steps of a `Scheduler`. `record` makes it.
+    """A recording of the steps of a `Scheduler` on this rank. `record` creates it.
 
-    A message is seen from both of its ends. It begins when its sender's program sends it. It has
-    arrived, for a timeline, when its receiver has waited for it. The receiver does not know when
-    it came: if it waited for no time, the message may have been there long before. So a transfer
-    in a measured timeline is the longest that it can have been.
+    Both ranks of a message record it. It begins when its sender's program sends it. In a timeline,
+    it has arrived when its receiver has waited for it. The receiver cannot measure the arrival: if
+    it waited for no time, the message may have been there long before. Therefore a transfer in a
+    measured timeline is the longest possible one.
     """
 
     def __init__(self, scheduler: Scheduler, steps: object) -> None:
@@ -218,7 +219,7 @@ class Recording:
             self._tape.recorder = None
 
     def timeline(self) -> Timeline:
-        """Returns what all ranks of this rank's pipeline did, by one clock.
+        """Returns the timeline of all ranks of this rank's pipeline, by one clock.
 
         All ranks of the pipeline call it, between steps; inside of `record` or after it.
 
@@ -240,13 +241,13 @@ class Recording:
         return replace(made, notes=notes, layers=of_stages)
 
     def explain(self) -> Explanation:
-        """Returns where the median one of the recorded steps went; as text, it is one sentence.
+        """Returns the explanation of the median recorded step; as text, it is one sentence.
 
         All ranks of the pipeline call it, as `timeline`.
 
         Raises:
-            ScheduleError: As `timeline`.
-            AgreementError: Likewise.
+            ScheduleError: If no step was recorded on all ranks.
+            AgreementError: If a rank does not call it.
         """
         return explain(self.timeline())
 
@@ -260,7 +261,7 @@ class Recording:
         return (time.process_time() - cpu) / (time.perf_counter() - began)
 
     def _notes(self, busy: Sequence[float]) -> dict[str, str | float]:
-        """Returns what an explanation needs to know of a run, beside its spans."""
+        """Returns facts about a run that an explanation needs in addition to its spans."""
         pipeline, device = self._scheduler.steps.pipeline, self._scheduler.sync.device
         notes: dict[str, str | float] = {}
         if not pipeline.codecs.is_none:
@@ -269,7 +270,7 @@ class Recording:
             by_machine = defaultdict[str, list[float]](list)
             for reading, used in zip(self._before, busy, strict=True):
                 by_machine[reading.machine].append(used)
-            # Other pipelines have ranks there, too.
+            # These machines may also have ranks of other pipelines.
             local, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_cores()
             used = max(sum(own) * max(1.0, local / len(own)) for own in by_machine.values())
             notes |= {"cores": cores, "busy_cores": used / cores}
@@ -277,16 +278,16 @@ class Recording:
 
     @property
     def _program(self) -> Program:
-        # Another number of microbatches, or an adaptive schedule, may have another one by now.
+        # The Program may have changed, by an adaptive schedule or another number of microbatches.
         return self._recorder.program or self._scheduler.program
 
     def _read_clocks(self) -> list[Reading]:
-        """Returns the readings of all ranks; those from before if a rank cannot send any more."""
+        """Returns the readings of all ranks; earlier ones if a rank cannot send any more."""
         edges, sync = self._scheduler.steps.edges, self._scheduler.sync
         if any(agree("clocks", lambda: edges.is_cut or sync.is_closed, ranks=self._ranks)):
             return self._before
         read = partial(read_clock, edges, self._rank, len(self._ranks))
-        # Each rank posts its own reading after the last ping, so no rank is asked too late.
+        # No ping comes too late, because each rank posts its own reading after its last ping.
         return agree("clocks", read, ranks=self._ranks)
 
 
@@ -296,10 +297,10 @@ def assembled(
     program: Program,
     collectives: tuple[Collective, ...] = (),
 ) -> Timeline:
-    """Returns one timeline of what ranks have recorded.
+    """Returns one timeline from the recordings of all ranks.
 
     Raises:
-        ScheduleError: If there is no step that all of them have recorded.
+        ScheduleError: If there is no step that all ranks have recorded.
     """
     pairs = list(zip(owns, clocks, strict=True))
     numbers = set.intersection(*({number for number, _ in own.steps} for own in owns))
@@ -310,11 +311,11 @@ def assembled(
     count = {number: step for step, number in enumerate(sorted(numbers))}
     aligned = [_aligned(own, clock, zero, count) for own, clock in pairs]
     begins = [[seconds for _, seconds in own.steps] for own in aligned]
-    # A step of a rank ends where its next one begins.
+    # A step of a rank ends when its next one begins.
     step_ends = [max(times) for times in zip(*(times[1:] for times in begins), strict=True)]
     step_ends.append(max(own.end for own in aligned))
     spans = list(_transfers(aligned))
-    # What runs beside a rank may overlap. What a rank itself does may not, nor may it leave gaps.
+    # Background work of a rank may overlap. The rank's own work may not, nor may it leave gaps.
     for own in aligned:
         spans += [s for s in own.spans if s.kind not in ON_RANK and s.kind != "transfer"]
         spans += _filled(own, step_ends[-1])
@@ -334,7 +335,7 @@ def assembled(
 
 
 def _aligned(own: Recorded, clock: Clock, zero: float, count: Mapping[int, int]) -> Recorded:
-    """Returns some steps of what a rank has recorded, counted anew, by the clock of all ranks."""
+    """Returns some steps of a rank's recording, counted anew, by the clock of all ranks."""
 
     def at(seconds: float) -> float:
         return clock.aligned(seconds) - zero
@@ -349,9 +350,9 @@ def _aligned(own: Recorded, clock: Clock, zero: float, count: Mapping[int, int])
 
 
 def _filled(own: Recorded, end: float) -> list[Span]:
-    """Returns what a rank did from the begin of a timeline to its end, without gaps or overlaps.
+    """Returns a rank's spans from the start of a timeline to its end, without gaps or overlaps.
 
-    What is nothing else is "host"; a rank that has ended its steps waits for others.
+    Gaps become "host" spans; a rank that has ended its steps waits for others.
     """
     rank, begins = own.rank, [seconds for _, seconds in own.steps]
     filled, now = list[Span](), 0.0
@@ -376,7 +377,7 @@ def _filled(own: Recorded, end: float) -> list[Span]:
 
 
 def _hosts(rank: int, begin: float, end: float, begins: Sequence[float]) -> list[Span]:
-    """Returns host time, cut where steps begin."""
+    """Returns host time, cut at the starts of steps."""
     cuts = [begin, *(b for b in begins if begin < b < end), end]
     return [
         Span(rank, "host", a, b, max(0, bisect_right(begins, a) - 1))
@@ -386,7 +387,7 @@ def _hosts(rank: int, begin: float, end: float, begins: Sequence[float]) -> list
 
 
 def _transfers(owns: Sequence[Recorded]) -> Iterator[Span]:
-    """Yields a transfer for each message whose two ends were recorded; see `Recording`."""
+    """Yields a transfer for each message that both of its ranks recorded; see `Recording`."""
     spans = [span for own in owns for span in own.spans]
     sent = {(s.step, s.which, s.microbatch): s for s in spans if s.kind == "transfer"}
     for wait in spans:

@@ -1,8 +1,8 @@
-"""Profile of one stage: its forward and backward alone, and what a microbatch holds in between.
+"""Profile of one stage: its forward and backward alone, and a microbatch's memory between them.
 
 While the stage runs here, its modules hold copies: its parameters are other leaves in the same
-memory, and its buffers are clones. So no gradient, hook, buffer or random state of the stage is
-touched, whatever is raised, and however its forward comes to its modules.
+memory, and its buffers are clones. Therefore no gradient, hook, buffer or random state of the stage
+changes, whatever is raised, and however its forward reaches its modules.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.trees import flattened
 from pipegrad.simulation.costs import StageCosts
 
-_WARM_UP = 2  # the first passes compile, and make gradients
+_WARM_UP = 2  # the first passes compile, and allocate gradients
 
 
 def clock(device: torch.device) -> float:
-    """Returns the time of the host when a device has computed all that it was given."""
+    """Returns the time of the host after a device has finished all its work."""
     sync_points.finish_device(device)
     return time.perf_counter()
 
@@ -72,16 +72,17 @@ class StageAlone:
         self._is_weighted = is_weighted
         self._splits = splits
         self._device = device
-        # The memory of what a stage receives is counted by itself.
+        # The memory of a stage's inputs is counted separately.
         leaves = [leaf for _, leaf in flattened([*inputs, target])[0]]
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._held_anyway = set(_storages([*copies.values(), *given]))
         mark(self._leaves if splits else ())  # as before a first step: [Note: direct]
 
     def measured(self, repeats: int) -> tuple[tuple[Tensor, ...], StageCosts]:
-        """Returns the outputs without losses, and the costs of a microbatch without theirs.
+        """Returns the outputs without losses, and a microbatch's costs without the outputs' bytes.
 
-        What buckets and the optimizer hold is not among them. The median of `repeats` counts.
+        The costs do not include memory of buckets and of the optimizer. Times are medians of
+        `repeats`.
         """
         with self._apart():
             outputs, _ = self._forward()
@@ -124,7 +125,7 @@ class StageAlone:
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
-        """Lets the stage hold copies, puts random numbers back, and has graphs in any caller."""
+        """Gives the stage its copies, restores random numbers, and enables gradients."""
         is_host = self._device.type == "cpu"
         devices, kind = ([], "cuda") if is_host else ([self._device], self._device.type)
         modules = self._stage.module.modules()
@@ -164,7 +165,7 @@ class StageAlone:
         if recomputes:
             roots = self._forward()[1]
         again = clock(device)
-        # In a pipeline gradients come from the next stage. So making them is no part of a backward.
+        # In a pipeline gradients come from the next stage. Therefore their creation is not timed.
         gradients = [torch.ones_like(root) for root in roots]
         set_out = clock(device)
         products = list[WeightProduct]()
@@ -207,14 +208,14 @@ def profile_stages(
     device: torch.device | str = "cpu",
     repeats: int = 5,
 ) -> tuple[StageCosts, ...]:
-    """Returns what one microbatch costs on each stage, measured one after the other.
+    """Returns the costs of one microbatch on each stage, measured one after the other.
 
     The stages are not changed. They need no process group, and only one of them computes at a time.
-    What the optimizer takes is not measured. `measure_costs` does the same on the ranks of a job.
+    The optimizer is not measured. `measure_costs` does the same on the ranks of a job.
 
     Raises:
-        ScheduleError: If stages are missing, or an input of one is.
-        Exception: What a stage raises.
+        ScheduleError: If a stage, or an input of a stage, is missing.
+        Exception: The error of a stage.
     """
     if [stage.index for stage in stages] != list(range(len(stages))) or not stages:
         raise ScheduleError(

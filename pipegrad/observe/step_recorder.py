@@ -1,8 +1,8 @@
-"""Step recorder: what one rank does in its last training steps, in a ring of fixed size.
+"""Step recorder: records the last training steps of one rank, in a ring of fixed size.
 
-Points in time are stamps, taken inside of a step and read after it. On a CPU a stamp is the host's
-clock. On a device the host runs ahead, so a stamp is an event on the current stream. Nothing in a
-step waits for an event: their times are read when the device is idle.
+Points in time are stamps, taken inside a step and read after it. On a CPU a stamp is the host's
+clock. On a device a stamp is an event on the current stream, because the host runs ahead. Nothing
+in a step waits for an event: their times are read when the device is idle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipegrad.simulation.timeline import Collective, Span, SpanKind
 
 
 class Stamps:
-    """Takes points in time, and reads them later. Where the host computes they are numbers."""
+    """Takes points in time, and reads them later. On a CPU they are numbers."""
 
     def now(self) -> Any:  # noqa: ANN401 - a number, or an event
         """Returns a point in time, on the current stream if there are streams."""
@@ -44,11 +44,11 @@ class Stamps:
         return list(stamps)
 
     def recycle(self, stamps: Iterable[Any]) -> None:
-        """Takes back stamps that nobody will read."""
+        """Takes back stamps that will not be read."""
 
 
 class DeviceStamps(Stamps):
-    """Stamps where a device computes: events on the current stream."""
+    """Stamps of a device: events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,8 +64,8 @@ class DeviceStamps(Stamps):
         return event
 
     def settle(self) -> None:
-        # The device is idle twice: before the event, so it is reached at once, and after it, so the
-        # host's clock is right to some microseconds.
+        # Wait for the device twice. After the first wait it is idle, and reaches the event at once.
+        # After the second one, the host's clock is right to some microseconds.
         sync_points.finish_device(self._device)
         event = self.now()
         sync_points.finish_device(self._device)
@@ -74,8 +74,8 @@ class DeviceStamps(Stamps):
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
         assert self._last is not None
         last, at = self._last
-        # An elapsed time is a float32 of milliseconds. So a stamp is read relative to one of its
-        # own step, and only that one relative to the end.
+        # A stamp is read relative to another one of its step, and only that one relative to the
+        # end, because an elapsed time is a float32 of milliseconds.
         first = stamps[0] if stamps else last
         base = at - first.elapsed_time(last) / 1e3
         return [base + first.elapsed_time(stamp) / 1e3 for stamp in stamps]
@@ -85,7 +85,7 @@ class DeviceStamps(Stamps):
 
 
 def stamps_of(device: torch.device) -> Stamps:
-    """Returns what takes stamps where a rank computes."""
+    """Returns the stamps for a rank's device."""
     return Stamps() if device.type == "cpu" else DeviceStamps(device)
 
 
@@ -101,14 +101,14 @@ _RECORDED = (Op.COMPUTE, *_KINDS)
 
 @dataclass
 class _Step:
-    """What was recorded of a step.
+    """The recording of one step.
 
     Attributes:
-        number: Counts the Scheduler's steps of all kinds, alike on all ranks.
-        timed: What it runs, and which of its items are timed.
-        began: A stamp.
-        stamps: The begin of its items, and the ends of those that are timed; as far as it went.
-        notes: Kind, key, begin and end of what parts of the rank have noted.
+        number: Count of the Scheduler's steps of all kinds, equal on all ranks.
+        timed: Its Program, and the timed items.
+        began: Stamp of its start.
+        stamps: Stamps of its items' start, and of the ends of timed items; fewer if it failed.
+        notes: Kind, key, start and end of each note.
     """
 
     number: int
@@ -121,13 +121,13 @@ class _Step:
 
 
 class _Timed(NamedTuple):
-    """Which items of a Program are timed on a rank.
+    """The timed items of a Program on a rank.
 
     Attributes:
         program: The Program.
-        flags: For each item whether the time of its end is taken.
-        items: The items that are recorded, and where the stamp of their end is; that of their begin
-            is right before it.
+        flags: For each item, True if the time of its end is taken.
+        items: The recorded items, each with the index of its end's stamp; the stamp of its start is
+            right before it.
     """
 
     program: Program
@@ -136,7 +136,7 @@ class _Timed(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, rank: int) -> _Timed:
-        """Returns those of a rank: a time is taken where something recorded begins or ends."""
+        """Returns the timed items of a rank: times are taken around recorded items."""
         items = list(program.decoded(rank))
         is_recorded = [item.op in _RECORDED for item in items]
         flags = [a or b for a, b in zip(is_recorded, [*is_recorded[1:], False], strict=True)]
@@ -150,15 +150,15 @@ class _Timed(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What one rank has recorded, in seconds of its own clock.
+    """The recording of one rank, in seconds of its own clock.
 
     Attributes:
         rank: The pipeline rank.
-        steps: Number and begin of each step.
-        end: When the last step has ended.
-        spans: What it did, and what ran beside it. Their `step` is a number of `steps`. A transfer
-            begins when it was sent, and its end is not known here. A wait for a receive ends when
-            the message was there, and may take no time.
+        steps: Number and start of each step.
+        end: End of the last step.
+        spans: Its work, and background work. Their `step` is a number of `steps`. A transfer begins
+            when it was sent, and its end is not known here. A wait for a receive ends when the
+            message was there, and may take no time.
     """
 
     rank: int
@@ -170,14 +170,14 @@ class Recorded(NamedTuple):
 class StepRecorder:
     """Records the training steps of one rank; the `Recorder` of a `Tape`.
 
-    A step costs a stamp where a compute, a wait or a send begins or ends, and a few for the rest.
+    A step costs a stamp at each start or end of a compute, a wait or a send, and a few more.
     Nothing waits for a device.
 
     Args:
         rank: The pipeline rank.
         stamps: Takes points in time.
-        steps: How many of the last steps are kept.
-        names: The name of a reduction, by bucket and step of its route.
+        steps: Number of the last steps that are kept.
+        names: Name of a reduction, by bucket and step of its route.
         collectives: The reductions of the pipeline.
     """
 
@@ -197,13 +197,13 @@ class StepRecorder:
         self._steps: deque[_Step] = deque(maxlen=steps)
         self._timed: dict[int, _Timed] = {}  # by the id of a Program, which it holds
         self._ended: Any = None
-        self._stepping = list[Any]()  # when optimizers began that have not ended
+        self._stepping = list[Any]()  # starts of optimizer steps that have not ended
         self._hooks = [
             register_optimizer_step_pre_hook(self._begin_optimizer),
             register_optimizer_step_post_hook(self._end_optimizer),
         ]
 
-    # What a Tape calls.
+    # Called by a Tape.
 
     def now(self) -> object:
         return self._stamps.now()
@@ -255,7 +255,7 @@ class StepRecorder:
             self._ended = self._stamps.now()
 
     def read(self) -> Recorded:
-        """Returns what was recorded so far; call it between steps.
+        """Returns the recording up to now; call it between steps.
 
         Sync: waits for the device.
 
@@ -286,7 +286,7 @@ class StepRecorder:
         return self._stamps.seconds([stamp])[0]
 
     def _read_items(self, step: _Step) -> Iterator[Span]:
-        """Yields the items of a step that it has reached."""
+        """Yields the items that a step has reached."""
         seconds = self._stamps.seconds(step.stamps)
         for item, end_at in step.timed.items:
             if end_at < len(seconds):
@@ -318,10 +318,10 @@ class StepRecorder:
         )
 
     def _read_notes(self, step: _Step, begins: Sequence[float]) -> list[Span]:
-        """Returns what parts of the rank have noted in a step, and what began before it."""
+        """Returns the notes of a step as spans; a note may have begun in an earlier step."""
         spans = list[Span]()
         number_of = {c.name: i for i, c in enumerate(self._collectives)}
-        # A copy, in one call: a comm stream may note something meanwhile.
+        # Copy it in one call, because a comm stream may add a note meanwhile.
         for kind, key, *both in list(step.notes):
             begin, end = self._stamps.seconds(both)
             label = key if isinstance(key, str) else self._names[key]
@@ -342,7 +342,7 @@ class StepRecorder:
 
 
 def _with_reason(span: Span, noted: Sequence[Span]) -> Span:
-    """Returns a wait for reductions with the one that ended last in it; others as they are."""
+    """Returns a wait for reductions with the one that ended last in it; other spans unchanged."""
     ended = [s for s in noted if s.kind == "reduction" and span.begin < s.end <= span.end]
     if span.kind != "wait for reduction" or not ended:
         return span

@@ -1,7 +1,8 @@
-"""Do orders that somebody has written end, and does each value arrive?
+"""Proves orders that other frameworks or your code have written, or reports their defects.
 
-`reading` makes a Program of torch's, DeepSpeed's or Megatron's lists. `verification` proves it as
-pipegrad's own Programs are proven, on the communicators that a user names, and says what is wrong.
+`reading` makes a Program of torch's, DeepSpeed's or Megatron's lists. `verification` proves that it
+ends and that each value arrives, as for pipegrad's own Programs, on the communicators that you
+name.
 """
 
 from pipegrad.orders.verification import Verdict, verify

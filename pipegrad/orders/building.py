@@ -1,4 +1,4 @@
-"""Steps: parts of cells, the transfers between them, and the Program that they are."""
+"""Steps: parts of cells, the transfers between them, and the Program that they make."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from pipegrad.schedules.schedule import Action, Kind, Schedule
 from pipegrad.schedules.torch_csv import TRANSFERS
 
 KINDS_OF: Mapping[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
-END = -1  # the cell of what a rank does at the end of the step
+END = -1  # the cell of a rank's actions at the end of the step
 
 
 class Step(NamedTuple):
     """One part of a cell.
 
     Attributes:
-        cell: Position of its cell among those of the rank.
-        done: As torch names it, or ``WAIT_SEND_F``, for example: that transfer ends here.
+        cell: Position of its cell in the list of the rank.
+        done: Action in torch's notation; or ``WAIT_SEND_F``, for example: this transfer ends here.
         stage: The stage.
-        microbatch: -1 if it has none.
+        microbatch: The microbatch; -1 if it has none.
     """
 
     cell: int
@@ -46,12 +46,12 @@ class Step(NamedTuple):
 
 
 class Defect(NamedTuple):
-    """Something wrong.
+    """A defect of orders.
 
     Attributes:
-        rank: The rank; -1 if it is wrong on no rank alone.
-        cell: Position of the cell among those of the rank, or `END`.
-        text: What is wrong.
+        rank: The rank; -1 if no single rank has the defect.
+        cell: Position of the cell in the list of the rank, or `END`.
+        text: The defect in words.
     """
 
     rank: int
@@ -59,17 +59,17 @@ class Defect(NamedTuple):
     text: str
 
 
-# Where torch's runtime puts transfers.
+# Transfers at the places where torch's runtime puts them.
 
 
 def placed(
     steps: Sequence[Sequence[Step]], rank_of: Sequence[int]
 ) -> tuple[list[list[Step]], bool]:
-    """Returns the steps of computes with transfers; and whether all inputs come in time.
+    """Returns the steps of computes with transfers; and False if some inputs never come.
 
-    Ranks take turns, a cell each. A value is sent behind the cell that computes it, and at the same
-    moment its receive starts: behind what the other rank has done by then. If ranks wait for each
-    other, all receives that are left start there.
+    Ranks take turns, a cell each. A value is sent right after the cell that computes it. At the
+    same moment its receive starts, after the cells that the other rank has done by then. If ranks
+    wait for each other, all remaining receives start there.
 
     Source: ``_add_send_recv`` in torch/distributed/pipelining/schedules.py.
     """
@@ -100,7 +100,7 @@ _Value = tuple[str, int, int]  # "F" or, for a gradient, "B"; the stage that mad
 
 
 def _inputs(group: Iterable[Step], num_stages: int) -> set[_Value]:
-    """Returns what other stages must have computed before a cell."""
+    """Returns the values that other stages must have computed before a cell."""
     values = set[_Value]()
     for _, done, stage, microbatch in group:
         if done == "F" and stage > 0:
@@ -117,7 +117,7 @@ def _outputs(group: Iterable[Step]) -> Iterator[_Value]:
 
 
 def _transfers(group: Iterable[Step], rank_of: Sequence[int]) -> Iterator[tuple[Step, Step]]:
-    """Yields the sends of what a cell computes for other ranks, and their receives."""
+    """Yields the sends of a cell's outputs to other ranks, and their receives."""
     for kind, stage, microbatch in _outputs(group):
         other = stage + 1 if kind == "F" else stage - 1
         if 0 <= other < len(rank_of) and rank_of[other] != rank_of[stage]:
@@ -129,12 +129,12 @@ def _transfers(group: Iterable[Step], rank_of: Sequence[int]) -> Iterator[tuple[
 
 
 class Building:
-    """Turns steps into a Program, and collects those that mean nothing.
+    """Turns steps into a Program, and collects steps without a meaning.
 
     Attributes:
-        schedule: What is computed.
-        cell_of: For each rank and item its cell.
-        defects: Steps that the Program does not have, and why.
+        schedule: The schedule of the computes.
+        cell_of: For each rank and item, its cell.
+        defects: Steps that the Program does not have, with the reason.
         program: The Program.
     """
 
@@ -167,7 +167,7 @@ class Building:
         )
 
     def channel(self, step: Step) -> int | str:
-        """Returns the channel of a transfer, or why there is none."""
+        """Returns the channel of a transfer, or the reason why there is none."""
         _, done, stage, microbatch = step
         is_downwards = done in ("SEND_F", "RECV_B")  # between the stage and the next one
         link, num_stages = stage - (not is_downwards), len(self.schedule.stage_to_rank)
@@ -182,11 +182,11 @@ class Building:
 
 
 class _RankItems:
-    """Makes the items of one rank.
+    """Creates the items of one rank.
 
     Attributes:
         items: The items.
-        cells: For each item its cell.
+        cells: For each item, its cell.
     """
 
     def __init__(self, building: Building, rank: int, steps: Sequence[Step]) -> None:
@@ -195,7 +195,7 @@ class _RankItems:
         self._last = {s.stage: n for n, s in enumerate(steps) if s.done in {"B", "W"}}
         self._last_inputs = {s.stage: n for n, s in enumerate(steps) if s.done in {"B", "I"}}
         self._waited = set[int]()
-        self._open: dict[int, Op] = {}  # transfers that are under way -> the wait for each
+        self._open: dict[int, Op] = {}  # transfers in flight -> the wait for each
         self._reducing = -1  # the stage whose reduction has not ended, in orders of torch 2.15
         do: dict[str, Callable[[int, Step], None]] = {
             **dict.fromkeys(KINDS_OF, self._compute),

@@ -1,6 +1,6 @@
-"""Orders: what anybody's ranks do, in their own words and as a Program.
+"""Orders: the actions of ranks of any framework, in its own notation and as a Program.
 
-Nothing of a file is run. A cell is one of these:
+Files are read, but not executed. A cell is one of these:
 
 - torch's notation: ``2F0``, ``1SEND_B3``, ``0REDUCE_GRAD``, ``(0F1;1B0)OVERLAP_F_B``. A receive
   ends before the compute that reads it, a send at its ``1WAIT_SEND_B3`` or, as in torch before
@@ -9,9 +9,9 @@ Nothing of a file is run. A cell is one of these:
   transfer ends before the next instruction. A stage is a rank.
 - A function of Megatron's schedules, by its name: ``send_forward_recv_backward``. The transfers of
   one call start in Megatron's order, and end before the next call. A stage is a rank, or, with
-  interleaving, ``forward_step(vp_stage=1)``. Computes are counted, and a transfer is of the next
-  value that its rank computes or needs. ``recv_prev=False`` and ``output_tensor=None``, for
-  example, are calls without that transfer.
+  interleaving, ``forward_step(vp_stage=1)``. Computes are counted, and a transfer carries the next
+  value that its rank computes or needs. A call with ``recv_prev=False`` or ``output_tensor=None``,
+  for example, does not have that transfer.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from pipegrad.schedules.torch_csv import TRANSFERS, check_numbers, parts
 
 @dataclass(frozen=True)
 class Orders:
-    """What ranks do.
+    """The orders of all ranks.
 
     Attributes:
-        name: The file, or what was given.
-        cells: For each rank its cells, as they were written; "" is idle.
-        program: The same as a Program.
-        cell_of: For each rank and item of the program its cell.
-        defects: Cells that mean nothing in a pipeline. The program does not have them.
-        transfers: "own" if they are of the source. "placed" if it has computes alone, and they
-            were added where torch's runtime puts them. "impossible" if inputs never come.
+        name: Name of the file, or of the source.
+        cells: For each rank, its cells as they were written; "" is idle.
+        program: The orders as a Program.
+        cell_of: For each rank and item of the program, its cell.
+        defects: Cells without a meaning in a pipeline. The program does not have them.
+        transfers: "own" if the source has transfers. "placed" if it has only computes, and
+            transfers were added at the places where torch's runtime puts them. "impossible" if
+            inputs never come.
         is_own: True for a schedule of pipegrad.
     """
 
@@ -63,7 +64,7 @@ class Orders:
 
 
 def read_orders(source: object) -> Orders:
-    """Returns the orders of a file, of lists, of a schedule of torch, or of pipegrad's own.
+    """Returns the orders of a file, of lists, of a schedule of torch, or of one of pipegrad.
 
     Args:
         source: See `pipegrad.verify`.
@@ -97,7 +98,7 @@ def read_orders(source: object) -> Orders:
 
 
 def _rows_of_file(path: Path, name: str) -> tuple[list[list[str]], list[str]]:
-    """Returns the cells of each rank, and where they are; empty lines and comments are no ranks."""
+    """Returns the cells of each rank, and their places; empty lines and comments are no ranks."""
     rows, places = list[list[str]](), list[str]()
     try:
         text = run_files.read(path, MOST_ORDERS_BYTES).decode("utf-8-sig")
@@ -119,7 +120,7 @@ def _rows_of_file(path: Path, name: str) -> tuple[list[list[str]], list[str]]:
 
 
 def _rows_of_lists(source: object) -> list[list[str]]:
-    """Returns cells of lists, of a table of ranks, or of anything that yields lists."""
+    """Returns cells from lists, from a table of ranks, or from anything that yields lists."""
     if isinstance(source, Mapping):
         if sorted(source) != list(range(len(source))):
             raise ScheduleError(
@@ -190,7 +191,7 @@ def _of_cells(name: str, rows: list[list[str]], places: list[str]) -> Orders:
 
 
 def _of_program(program: Program) -> Orders:
-    """Returns orders of pipegrad's own: each item is a cell."""
+    """Returns the orders of a Program of pipegrad: each item is a cell."""
     cells = tuple(
         tuple(" ".join(program.words(item).split()) for item in program.decoded(rank))
         for rank in range(len(program.items))
@@ -199,7 +200,7 @@ def _of_program(program: Program) -> Orders:
     return Orders(program.schedule.name, cells, program, cell_of, is_own=True)
 
 
-# What cells say.
+# Meaning of cells.
 
 
 class _Call(NamedTuple):
@@ -252,7 +253,7 @@ def _steps_of(
         yield from steps
         waited = [step for step in steps if step.done in TRANSFERS]
         if call.arguments.get("overlap_p2p_comm") == "True":
-            # Receives end before the compute that reads them. A send ends behind the next one.
+            # Receives end before the compute that reads them. A send ends after the next send.
             sends = {step.done: step for step in waited if step.done.startswith("SEND")}
             waited = [
                 last_sent.pop(done)
@@ -269,7 +270,7 @@ _OVERLAPPED = (  # on even ranks and on odd ones
     ("SEND_F", "RECV_F", "SEND_B", "RECV_B"),
     ("RECV_F", "SEND_F", "RECV_B", "SEND_B"),
 )
-_FLAGS = {  # what says that a call is without the transfer
+_FLAGS = {  # the argument that removes the transfer from a call
     "SEND_F": "output_tensor",
     "SEND_B": "input_tensor_grad",
     "RECV_F": "recv_prev",
@@ -281,9 +282,9 @@ _ARGUMENT = re.compile(
     r"|(?:recv_prev|recv_next|overlap_p2p_comm)=(?:True|False))",
     re.ASCII,
 )
-# What is called -> what it does.
+# Name of a function or instruction -> its actions.
 _NAMED: Mapping[str, tuple[str, ...]] = {
-    # DeepSpeed. What it reduces over all ranks of a stage, or of tied ones, it does at the end.
+    # DeepSpeed. It reduces over all ranks of a stage, and over tied stages, at the end.
     **dict.fromkeys(("LoadMicroBatch", "OptimizerStep", "ReduceTiedGrads"), ()),
     "ReduceGrads": ("REDUCE_GRAD",),
     "ForwardPass": ("F",),
@@ -318,10 +319,10 @@ def _call(cell: str) -> _Call | None:
 
 
 class _Named:
-    """Which stage and microbatch the calls of a rank are of.
+    """Finds the stage and the microbatch of each call of a rank.
 
-    Instructions of DeepSpeed name a buffer, which has the microbatch of the last forward that was
-    computed in it. Others are counted.
+    Instructions of DeepSpeed name a buffer. Their microbatch is that of the last forward that was
+    computed in this buffer. Other calls are counted.
     """
 
     def __init__(
@@ -350,13 +351,13 @@ class _Named:
         return {"RECV_F": 0, "SEND_B": 0, "SEND_F": self._last, "RECV_B": self._last}[done]
 
     def is_idle(self, done: str, call: _Call) -> bool:
-        """True if a call of Megatron does not do that; a first and a last rank call all, too."""
+        """True if a call of Megatron skips this transfer; first and last ranks make all calls."""
         if done not in TRANSFERS or call.name[0].isupper():
             return False
         if call.arguments.get(_FLAGS[done]) in ("None", "False"):
             return True
         if done.startswith("SEND"):
-            # With several stages a rank a call says itself that it sends nothing.
+            # With several stages a rank, an argument of the call shows that it sends nothing.
             return self._is_plain and self._newest.get(done[-1], self._rank) == self._end(done)
         is_end = self._rank == (0 if done == "RECV_F" else self._last_rank)
         return is_end and (self._is_plain or call.name in ("recv_forward", "recv_backward"))

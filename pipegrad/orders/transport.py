@@ -1,8 +1,8 @@
-"""Transport: a run of orders under what a transport promises; who waits for whom in the end.
+"""Transport: runs orders under the promises of a transport, and finds waits without an end.
 
-A transfer has two ends, a send and a receive. The ends of a communicator begin one after the other
-on each rank, in the order in which the rank starts them. The first send to a rank meets the first
-receive from it, because a message carries no name.
+A transfer has two ends, a send and a receive. On each rank, the ends of a communicator begin one
+after the other, in the order in which the rank starts them. The first send to a rank meets the
+first receive from it, because a message carries no name.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from pipegrad.schedules.program.program import MICROBATCH_BITS, OP_BITS, OP_MASK
 from pipegrad.schedules.program.run import ItemError, RankRun, Run
 
 _COMPUTE = int(Op.COMPUTE)
-# Whether an item starts, or waits for, the end of a transfer that sends.
+# Items that start an end of a transfer, and items that wait for one; 1 if this end sends.
 STARTS = {int(Op.POST_RECEIVE): 0, int(Op.SEND): 1}
 _WAITS = {int(Op.WAIT_RECEIVE): 0, int(Op.RELEASE): 1}
 
 
 @dataclass(frozen=True)
 class Transport:
-    """How transfers travel.
+    """The promises of a transport.
 
     Attributes:
         sends: With "rendezvous" a send ends when its receive has begun. With "eager" it ends at
             once.
         communicators: With "one" all transfers of a rank begin one after the other. With "pair"
-            those with each other rank do, and with "edge" those to it, and those from it.
-        batched: Whether transfers between which a rank neither computes nor waits begin together,
+            this holds for transfers between two ranks, with "edge" for transfers in one direction
+            between two ranks.
+        batched: True if transfers between which a rank neither computes nor waits begin together,
             as in one group of NCCL. They also end together.
     """
 
@@ -43,12 +44,12 @@ class Transport:
 
 
 class Wait(NamedTuple):
-    """Why a rank does not go on.
+    """The reason why a rank does not continue.
 
     Attributes:
         rank: The rank that waits.
         position: The item of the rank that cannot end, a send or a receive.
-        other_rank: The rank whose end is missing. -1 if there is none: nobody sends, or receives.
+        other_rank: The rank whose end is missing; -1 if no rank has such a send or receive.
         other_position: The item there that would end it.
         behind: The position of the item that `other_rank` waits at first: a transfer on the same
             communicator that has not ended, or a wait of the rank itself. -1 if there is none.
@@ -62,7 +63,7 @@ class Wait(NamedTuple):
 
 
 class _State(IntEnum):
-    """How far an end is: a posted one has begun when its part is the first of its queue."""
+    """The progress of an end. A posted one begins when its part is the first of its queue."""
 
     AHEAD, POSTED, BEGUN, OVER = range(4)
 
@@ -73,7 +74,7 @@ class _Part:
 
     Attributes:
         queue: The parts of this rank and communicator that are not over, in order.
-        left: How many of its ends are not over.
+        left: Number of its ends that are not over.
     """
 
     queue: deque[_Part]
@@ -95,7 +96,7 @@ class _End:
 
 
 class TransportRun(Run):
-    """A run of a Program under a `Transport`. A rank goes on after a wrong item.
+    """A run of a Program under a `Transport`. A rank continues after a wrong item.
 
     Attributes:
         wrong: Rank -> its first wrong item.
@@ -121,7 +122,7 @@ class TransportRun(Run):
                 self._check(own, own.check_end)
 
     def _queued(self, rank: int, transport: Transport) -> Iterator[_End]:
-        """Yields the ends of a rank, in queues of its communicators."""
+        """Yields the ends of a rank, in the queues of its communicators."""
         queues = defaultdict[tuple[int, ...], deque[_Part]](deque)
         open_batches: dict[tuple[int, ...], _Part] = {}  # by communicator
         for position, code in enumerate(self.program.items[rank]):
@@ -147,7 +148,7 @@ class TransportRun(Run):
 
     def _missing(self, rank: RankRun, op: int, transfer: int) -> int | None:
         end = self._waited[rank.rank].get((transfer, _WAITS[op]))
-        # A wait for what this rank has not started is wrong by itself: it is passed over.
+        # A wait for a transfer that this rank has not started is a defect of its own: skip it.
         if end is None or end.state is _State.AHEAD or not end.part.left:
             return None
         return id(end.part)
@@ -163,7 +164,7 @@ class TransportRun(Run):
                 self.wrong[rank.rank] = error
 
     def _start(self, rank: RankRun, op: int, transfer: int) -> None:
-        """A rank starts an end; it begins if it is the turn of its part."""
+        """Starts an end of a rank; it begins if its part is the first of its queue."""
         started = next(self._to_start[rank.rank])
         started.state = _State.POSTED
         begins = [started] if started.part is started.part.queue[0] else []
@@ -176,7 +177,7 @@ class TransportRun(Run):
                 begins += self._finish(end)
 
     def _finish(self, end: _End) -> Iterable[_End]:
-        """Ends an end; returns those that begin because its part is over, too."""
+        """Ends an end; returns the ends that begin because its part is over, too."""
         if end.state is _State.OVER:
             return ()
         end.state = _State.OVER
@@ -192,8 +193,8 @@ class TransportRun(Run):
     def circle(self) -> tuple[Wait, ...]:
         """Returns the waits of stuck ranks that lead to each other in a circle, or to an end.
 
-        The last wait leads to the first one. If a wait is for what nobody sends or receives, the
-        last one is that.
+        The last wait leads to the first one. But if no rank has the send or receive that a wait
+        needs, this wait is the last one.
         """
         stuck = self.stuck
         if not stuck:
@@ -206,7 +207,7 @@ class TransportRun(Run):
                 return (*way.values(), Wait(end.rank, end.position, -1, -1, -1))
             if other.state is _State.AHEAD:
                 blocking, behind = self._of_stuck(other.rank), stuck[other.rank]
-            else:  # it stands behind another one of its communicator
+            else:  # another end of its communicator must end first
                 blocking = _blocking(other.part)
                 behind = blocking.position
             way[end] = Wait(end.rank, end.position, other.rank, other.position, behind)
@@ -214,7 +215,7 @@ class TransportRun(Run):
         return tuple(way.values())[list(way).index(end) :]
 
     def _of_stuck(self, rank: int) -> _End:
-        """Returns the end that a stuck rank waits for, or the one that blocks that."""
+        """Returns the end that a stuck rank waits for, or the end that blocks it."""
         code = self.program.items[rank][self.ranks[rank].position]
         return _blocking(self._waited[rank][code >> OP_BITS, _WAITS[code & OP_MASK]].part)
 

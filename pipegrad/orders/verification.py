@@ -1,4 +1,4 @@
-"""verify: proves orders of anybody, or shows who waits for whom, and what else is wrong."""
+"""verify: proves orders of any framework, or reports ranks that wait in vain and other defects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipegrad.schedules.program.verify import Proof
 Sends = Literal["rendezvous", "eager"]
 Communicators = Literal["one", "pair", "edge"]
 _MOST_SHOWN = 10  # defects, and ranks of a circle
-_BESIDE = 3  # cells that are shown before and behind a marked one
+_BESIDE = 3  # cells that are shown before and after a marked one
 _COMMUNICATORS = {
     "one": "one communicator for all ranks",
     "pair": "a communicator for each pair of ranks",
@@ -39,16 +39,16 @@ _SENDS = {
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What `verify` has found. `str` of it is the report of the command line.
+    """The result of `verify`. `str` of it is the report of the command line.
 
     Attributes:
-        orders: What was read.
-        transport: How transfers travel.
-        defects: What is wrong in single cells, and what is never sent, received or computed.
-        circle: Why ranks do not go on: each wait leads to the next one, and the last to the first.
-            Empty if all ranks end.
+        orders: The orders.
+        transport: The assumed transport.
+        defects: Defects of single cells, and values that are never sent, received or computed.
+        circle: The waits of ranks that do not continue: each leads to the next one, and the last to
+            the first. Empty if all ranks end.
         stuck: Rank -> the cell that it never ends, if ranks wait for each other.
-        needs: What each rank needs while it runs; None if something is wrong.
+        needs: The activations and buffers that each rank needs; None if something is wrong.
     """
 
     orders: Orders
@@ -60,7 +60,7 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """True if all ranks end, and nothing is wrong."""
+        """True if all ranks end, and there is no defect."""
         return not self.defects and not self.circle
 
     @property
@@ -70,7 +70,7 @@ class Verdict:
 
     @property
     def marked(self) -> Mapping[int, frozenset[int]]:
-        """Rank -> its cells that `sentences` speak of."""
+        """Rank -> its cells that `sentences` name."""
         marked = defaultdict[int, set[int]](set)
         for rank, position, other, *others in self.circle:
             marked[rank].add(self._cell(rank, position))
@@ -82,7 +82,7 @@ class Verdict:
         return "\n".join(self._lines())
 
     def as_json(self) -> str:
-        """Returns everything as JSON: ranks and cells are counted from 0."""
+        """Returns the verdict as JSON: ranks and cells are counted from 0."""
         needs = self.needs
         table: dict[str, Any] = {
             "name": self.orders.name,
@@ -131,7 +131,7 @@ class Verdict:
 
     @property
     def assumed(self) -> str:
-        """How transfers travel, in words."""
+        """The assumed transport, in words."""
         transport = self.transport
         batched = "transfers side by side start together" if transport.batched else "one by one"
         added = "; transfers were added where torch's runtime puts them"
@@ -173,7 +173,7 @@ class Verdict:
         return f"{text}, which comes only after {self.orders.cells[other_rank][cell]}"
 
     def _transfer(self, rank: int, position: int) -> str:
-        """Returns a transfer as torch names it, and the cell if that has another name."""
+        """Returns a transfer in torch's notation, and its cell if that has another name."""
         name = _name_at(self.orders, rank, position)
         cell = self._cell(rank, position)
         text = self.orders.cells[rank][cell] if cell != END else ""
@@ -187,7 +187,7 @@ class Verdict:
         return self.orders.cell_of[rank][position]
 
     def _around(self) -> Iterator[str]:
-        """Yields for each rank of the circle its cells around the marked ones."""
+        """Yields, for each rank of the circle, its cells around the marked ones."""
         marked = self.marked
         for rank in list(marked)[:_MOST_SHOWN]:
             cells = [
@@ -211,9 +211,9 @@ def verify(
     communicators: Communicators | None = None,
     batched: bool = False,
 ) -> Verdict:
-    """Proves that orders end and that each value arrives, or says what is wrong. Starts no ranks.
+    """Proves that orders end and that each value arrives, or reports defects. Starts no ranks.
 
-    Nothing that a rank does depends on time. So if one run ends, all runs end.
+    If one run ends, all runs end, because no action of a rank depends on time.
 
     Args:
         source: A path of a CSV file with a line for each rank; a list, or a table by rank, of the
@@ -224,7 +224,7 @@ def verify(
             "eager": a send ends at once.
         communicators: "one" for all transfers, "pair": one for each two ranks, or "edge": one for
             each direction between two ranks. On a communicator the transfers of a rank start one
-            after the other. By default "one", and "edge" for pipegrad's own.
+            after the other. By default "one", and "edge" for a schedule or Program of pipegrad.
         batched: True if transfers between which a rank neither computes nor waits start together,
             as in ``batch_isend_irecv``.
 
@@ -240,7 +240,7 @@ def verify(
     orders = read_orders(source)
     default: Communicators = "edge" if orders.is_own else "one"
     transport = Transport(sends, communicators or default, batched)
-    # Where inputs never come, ranks wait for each other whatever the transport is.
+    # If inputs never come, ranks wait for each other with any transport.
     real = Transport("eager", "edge") if orders.transfers == "impossible" else transport
     program = orders.program
     defects = list(orders.defects)
@@ -261,13 +261,13 @@ def verify(
 
 
 def _wrong_transfers(orders: Orders) -> Iterator[Defect]:
-    """Yields what breaks the order of an edge, first in, first out.
+    """Yields transfers that break the order of an edge, first in, first out.
 
-    A message carries no name, so the receiver takes the next message of the edge. Both ends must
-    therefore list the same transfers in the same order.
+    The receiver takes the next message of the edge, because a message carries no name. Therefore
+    both ends must list the same transfers in the same order.
     """
     program = orders.program
-    # By edge the receives and the sends: transfer -> position.
+    # For each edge, its receives and its sends: transfer -> position.
     edges = defaultdict[tuple[int, int], tuple[dict[int, int], ...]](lambda: ({}, {}))
     for rank, items in enumerate(program.items):
         for position, code in enumerate(items):
@@ -289,7 +289,7 @@ def _wrong_transfers(orders: Orders) -> Iterator[Defect]:
 def _unmatched(
     orders: Orders, source: int, target: int, received: dict[int, int], sent: dict[int, int]
 ) -> Iterator[Defect]:
-    """Yields what the two ends of an edge do not have in common."""
+    """Yields transfers that one end of an edge lacks, and the first one in another order."""
     for transfer in sorted(sent.keys() - received.keys()):
         yield _defect(orders, source, sent[transfer], f"rank {target} never receives this")
     for transfer in sorted(received.keys() - sent.keys()):
@@ -319,7 +319,7 @@ def _wrong_items(orders: Orders, run: TransportRun) -> Iterator[Defect]:
 
 
 def _name_at(orders: Orders, rank: int, position: int) -> str:
-    """Returns a send or receive as torch names it, by the stage on its own rank: ``1RECV_F0``."""
+    """Returns a send or receive in torch's notation, by the stage on its rank: ``1RECV_F0``."""
     program = orders.program
     code = program.items[rank][position]
     link, kind, _, _ = program.channels[code >> OP_BITS + MICROBATCH_BITS]
@@ -333,7 +333,7 @@ def _name_at(orders: Orders, rank: int, position: int) -> str:
 
 
 def _needs_in_words(needs: Proof) -> Iterator[str]:
-    """Yields what each rank needs; ranks in a row that need the same are one line."""
+    """Yields the needs of each rank; ranks in a row with equal needs share a line."""
     yield "most at a time: live activations, receive buffers, receives under way"
     rows = list(zip(needs.live_activations, needs.receive_buffers, needs.in_flight, strict=True))
     for row, alike in groupby(range(len(rows)), rows.__getitem__):

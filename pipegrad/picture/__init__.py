@@ -1,6 +1,6 @@
-"""What does a timeline look like? A page for the browser, and figures.
+"""Draws timelines: a page for the browser, and figures.
 
-Everything is made from one or two `Timeline`s alone, without torch.
+Pictures need only one or two `Timeline`s, and no torch.
 """
 
 from pipegrad.picture.figure import write_figure

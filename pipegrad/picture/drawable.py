@@ -1,7 +1,7 @@
-"""What all pictures share: what can be drawn, its tracks and colours, and sentences about it.
+"""Code that all pictures share: checks, tracks, colours, and sentences about timelines.
 
-Colours are those of Okabe and Ito, which people tell apart who see red and green alike. Waits are
-hatched in the colour of what they wait for.
+Colours are from Okabe and Ito, because people who see red and green alike can distinguish them.
+Waits are hatched in the colour of the work that they wait for.
 
 Source: M. Okabe and K. Ito, Color Universal Design, https://jfly.uni-koeln.de/color/
 """
@@ -29,10 +29,10 @@ _ROUNDING = 1e-9  # of the whole: spans that overlap by less do so because numbe
 
 
 def check(timelines: Any) -> None:  # noqa: ANN401 - whatever a user gives
-    """Refuses what cannot be drawn.
+    """Checks that timelines can be drawn.
 
     Raises:
-        ScheduleError: If there is none or are more than two, or a timeline has no spans, a rank or
+        ScheduleError: If there are none or more than two, or if a timeline has no spans, a rank or
             a kind that does not exist, or a time that is no number.
     """
     is_list = isinstance(timelines, Sequence) and len(timelines) in (1, 2)
@@ -47,7 +47,7 @@ def check(timelines: Any) -> None:  # noqa: ANN401 - whatever a user gives
                 raise ScheduleError("it has no spans; simulate with records=True, or record a step")
             if min(span.begin for span in timeline.spans) < 0:
                 raise ScheduleError("a span begins before the timeline does")
-        # A timeline that somebody has made may hold anything.
+        # A timeline from a user's code may hold anything.
         except (ScheduleError, TypeError, AttributeError) as error:
             raise ScheduleError(f"timeline {timeline.name!r} cannot be drawn: {error}") from error
     if len({timeline.time_unit for timeline in timelines}) > 1:
@@ -59,7 +59,7 @@ class Track(NamedTuple):
 
     Attributes:
         rank: Their rank.
-        is_beside: False for what the rank itself does, True for what runs beside it.
+        is_beside: True for work in parallel with the rank's own work, False for this work itself.
         spans: Their positions in the timeline's spans, in order of time.
     """
 
@@ -69,7 +69,7 @@ class Track(NamedTuple):
 
 
 def tracks(timeline: Timeline) -> Iterator[Track]:
-    """Yields the tracks of all ranks: first what a rank does, then what runs beside it.
+    """Yields the tracks of all ranks: first a rank's own work, then work in parallel with it.
 
     Every rank has a track for its spans, which may be empty. If recorded spans of a rank overlap,
     it has several.
@@ -87,7 +87,7 @@ def tracks(timeline: Timeline) -> Iterator[Track]:
 
 
 def _stacked(row: Iterable[int], spans: tuple[Span, ...], slack: float) -> list[list[int]]:
-    """Returns tracks, each span in the first that is free when it begins."""
+    """Returns tracks; each span is in the first track that is free at its start."""
     result: list[list[int]] = []
     for number in row:
         for track in result:
@@ -103,7 +103,7 @@ _DARK, _LIGHT = "#111111", "#ffffff"
 
 
 class Paint(NamedTuple):
-    """How a kind looks.
+    """The look of a kind of span.
 
     Attributes:
         name: The kind in words.
@@ -120,8 +120,8 @@ class Paint(NamedTuple):
     is_mirrored: bool = False
 
 
-# Red and purple are darker and lighter than theirs: white text on them and they on a dark page are
-# readable.
+# Red and purple differ from the palette, because white text must be readable on them, and they must
+# be visible on a dark page.
 _BLUE, _RED, _PURPLE, _GREY = "#0072b2", "#bf4f00", "#a5438f", "#7f7f7f"
 PALETTE: dict[SpanKind, Paint] = {
     "F": Paint("forward", "#56b4e9"),
@@ -145,22 +145,22 @@ _EQUAL = 5e-4  # a difference that rounds to 0.0 %
 
 
 def title_of(timeline: Timeline) -> str:
-    """Returns its name and where it comes from."""
+    """Returns the name and the source of a timeline."""
     name = printable(timeline.name)
     source = f"{timeline.source}, in units" if timeline.time_unit == "units" else timeline.source
     return f"{name} ({source})" if name else source
 
 
 def titles(timelines: Sequence[Timeline]) -> list[str]:
-    """Returns titles that differ; the second of two like ones is numbered."""
+    """Returns titles that differ; the second of two equal ones gets a number."""
     names = [title_of(timeline) for timeline in timelines]
     return [f"{n} (2)" if n in names[:i] else n for i, n in enumerate(names)]
 
 
 def sentences(timelines: Sequence[Timeline]) -> list[list[str]]:
-    """Returns the sentences about all steps together, and then those about each step.
+    """Returns the sentences about all steps together, then the sentences about each step.
 
-    If the number of steps differs, only those are compared that both have.
+    If the numbers of steps differ, only steps of both timelines are compared.
     """
     num_steps = max(len(timeline.step_ends) for timeline in timelines)
     return [_about(timelines, step) for step in (None, *range(num_steps))]
@@ -175,7 +175,7 @@ def _about(timelines: Sequence[Timeline], step: int | None) -> list[str]:
         begin, end = 0.0, timeline.seconds or max(span.end for span in timeline.spans)
         if step is not None:
             begin, end = timeline.step(step)
-        # Of all steps together a mean one: two runs may have other numbers of steps.
+        # For all steps, use the mean, because two runs may have different numbers of steps.
         seconds = (end - begin) / (max(count, 1) if step is None else 1)
         shown.append((timeline, title, seconds))
         is_several = step is None and count > 1
@@ -189,7 +189,7 @@ def _about(timelines: Sequence[Timeline], step: int | None) -> list[str]:
 
 
 def _difference(first: tuple[Timeline, str, float], second: tuple[Timeline, str, float]) -> str:
-    """Returns how step times differ: a prediction from its run, or the second from the first."""
+    """Returns a sentence that compares the step times of two timelines."""
     sources = first[0].source, second[0].source
     if sources == ("predicted", "measured"):
         first, second = second, first

@@ -28,7 +28,7 @@ def write_figure(timelines: Sequence[Timeline], path: Path | str, *, title: str 
         timelines: One or two. A prediction and the run that it predicts are drawn rank by rank,
             others one above the other. Both have the same scale of time.
         path: The file to write; its name ends in .svg.
-        title: Written above it.
+        title: Text above the figure.
 
     Raises:
         ScheduleError: If a timeline cannot be drawn, or the file's name ends in something else.
@@ -44,7 +44,7 @@ def write_figure(timelines: Sequence[Timeline], path: Path | str, *, title: str 
 
 
 class _Figure:
-    """A figure; `top` is where it goes on."""
+    """A figure; `_top` is the vertical position of its next element."""
 
     def __init__(self, timelines: Sequence[Timeline]) -> None:
         self._timelines = timelines
@@ -60,7 +60,7 @@ class _Figure:
         self._is_pair = len(sources) > 1 and len(sizes) == 1
 
     def drawn(self, title: str) -> str:
-        """Returns all of it."""
+        """Returns the whole figure."""
         for line in wrap(title, _LETTERS):
             self._text(4, line, 'font-weight="bold"')
             self._top += _LINE
@@ -137,7 +137,7 @@ class _Figure:
     def _boxes(
         self, kind: SpanKind, left: float, height: int, places: Sequence[tuple[float, float]]
     ) -> None:
-        """Draws boxes as one line that is as thick as they are high: of many a file stays small."""
+        """Draws boxes as one line of their height, because a file of many boxes is large."""
         y = self._top + height / 2
         lines = (f"M{left + x:.1f} {y:.1f}h{max(width - 0.3, 0.1):.1f}" for x, width in places)
         fill = f"url(#{_id(kind)})" if PALETTE[kind].is_hatched else PALETTE[kind].fill
@@ -161,7 +161,7 @@ class _Figure:
 
 
 def _texts(span: Span, *, several: bool) -> Iterator[str]:
-    """Yields what may stand in a box, the longest first."""
+    """Yields possible texts of a box, the longest first."""
     if span.kind in COMPUTE:
         yield span.action if several else f"{span.kind}{span.microbatch}"
         yield str(span.microbatch)

@@ -1,4 +1,4 @@
-"""write_html: one page that shows timelines. Data, style and script are in it: no network.
+"""write_html: one page that shows timelines. It contains data, style and script: no network.
 
 A timeline of 100,000 actions has some 300,000 spans. As columns of small numbers, compressed, they
 take a few bytes each.
@@ -26,7 +26,7 @@ from pipegrad.simulation.explain.critical_path import CriticalPath, critical_pat
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import BESIDE, COMPUTE, KINDS, WAITS, Timeline
 
-# One module of JavaScript, in this order; each file says what it has.
+# One module of JavaScript, in this order; the head of each file describes it.
 _SCRIPTS = ("data.js", "words.js", "strips.js", "paint.js", "address.js", "page.js")
 
 
@@ -61,11 +61,11 @@ def _page(title: str, data: Mapping[str, Any]) -> str:
     parts = {
         "TITLE": html.escape(title),
         "STYLE": (folder / "page.css").read_text(encoding="utf-8"),
-        # No text in it can end it: a label may have ``</script>`` in it.
+        # Escape "<", because a label may contain ``</script>``.
         "DATA": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         "SCRIPT": "\n".join(texts.values()),
     }
-    # Split first: a title that looks like a mark is text.
+    # Split first, because a title may look like a mark.
     template = (folder / "page.html").read_text(encoding="utf-8").split("%%")
     return "".join(parts[t] if number % 2 else t for number, t in enumerate(template))
 
@@ -76,9 +76,9 @@ FIELDS = ("kind", "gap", "duration", "step", "stage", "microbatch", "peer", "whi
 
 
 def pack(timeline: Timeline) -> dict[str, Any]:
-    """Returns plain data; page/data.js unpacks it.
+    """Returns a timeline as plain data; page/data.js unpacks it.
 
-    Times are integers of `time_unit` seconds, so they are exact to half of that: 1 ns if the
+    Times are integers of `time_unit` seconds, and exact to half of it. The unit is 1 ns if the
     timeline takes up to 2 s, and 10 ns up to 21 s.
     """
     rows = list(tracks(timeline))

@@ -1,4 +1,4 @@
-"""What authors of handlers, codecs and schedules need to test them."""
+"""Test classes and helpers for authors of handlers, codecs and schedules."""
 
 from pipegrad.testing.codec_contract import CodecContract
 from pipegrad.testing.handler_contract import HandlerContract

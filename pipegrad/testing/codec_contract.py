@@ -23,20 +23,20 @@ from pipegrad.testing.plugin_contract import PluginContract
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Shapes of ordinary values, of one element, of odd numbers, of long and of many rows.
 SHAPES = ((4, 16, 32), (3, 5, 7), (1, 1), (7,), (1,), (2, 513), (64, 3), (2, 3, 1, 40))
-_FILL = 0x5A  # what memory has before it is written
+_FILL = 0x5A  # value of memory before it is written
 
 
 class CodecContract(PluginContract):
     """Checks a codec. Subclass it in a test module, as a class whose name begins with ``Test``.
 
-    Nothing is sent: the checks make messages of tensors of all floating-point dtypes and of many
-    shapes, and tensors of the messages. Only what would cross is checked: a message that is not
-    shorter than its tensor is never sent.
+    Nothing is sent: the checks encode tensors of all floating-point dtypes and of many shapes, and
+    decode the messages. They leave out a tensor whose message is not shorter than the tensor,
+    because such a message is never sent.
 
     Attributes:
-        codec: As a configuration names it: a name, a table of name and options, or a class.
+        codec: The codec, as in a configuration: a name, a table of name and options, or a class.
         relative_error: Largest accepted error of an element, relative to the largest element of the
-            tensor. Rounding to the tensor's own dtype is accepted beside it.
+            tensor. Rounding to the tensor's own dtype is accepted in addition.
     """
 
     # The type is CodecSpec. With Any a subclass needs no annotations.
@@ -55,7 +55,7 @@ class CodecContract(PluginContract):
     # Its messages.
 
     def test_messages_have_a_known_number_of_bytes(self) -> None:
-        # Both ranks compute it, of shape and dtype alone, for any tensor of floats.
+        # Both ranks compute it, from shape and dtype alone, for any tensor of floats.
         codec, shapes = self._new_codec(), (*SHAPES, (), (0,), (0, 5), (5, 0))
         for dtype in DTYPES:
             for shape in shapes:
@@ -139,8 +139,8 @@ class CodecContract(PluginContract):
             )
 
     def test_the_largest_numbers_stay_finite(self) -> None:
-        # Additive attention masks have the smallest number of their dtype in whole rows. Nobody has
-        # those of float64, whose sums overflow.
+        # Additive attention masks have the smallest number of their dtype in whole rows. No mask
+        # has the smallest number of float64, because sums of it overflow.
         for carried, value in self._cases():
             most = min(torch.finfo(value.dtype).max, torch.finfo(torch.float32).max)
             for largest in (most, -most):
@@ -169,7 +169,7 @@ class CodecContract(PluginContract):
 
     @cached_property
     def _spec(self) -> Any:  # noqa: ANN401 - a codec as a configuration names it
-        """The codec by its class: a name would be looked up for each message."""
+        """The codec by its class, because a name would be looked up for each message."""
         if not isinstance(self.codec, str | Mapping):
             return self.codec
         options = {} if isinstance(self.codec, str) else dict(self.codec)
@@ -179,7 +179,7 @@ class CodecContract(PluginContract):
         return codecs.resolve(self._spec).plugin
 
     def _cases(self) -> Iterator[tuple[Carried, Tensor]]:
-        """Yields tensors that would be encoded, with what they are."""
+        """Yields tensors that would be encoded, with the kind of value that they are."""
         codec = self._new_codec()
         for number, shape in enumerate(SHAPES):
             for dtype in DTYPES:
@@ -211,7 +211,7 @@ class CodecContract(PluginContract):
         exact = value.double()
         error = (decoded.double() - exact).abs().max().item()
         info, largest = torch.finfo(value.dtype), exact.abs().max().item()
-        # What is far below the smallest number of float32 may become zero.
+        # Numbers far below the smallest number of float32 may become zero.
         most = (self.relative_error + info.eps) * largest + torch.finfo(torch.float32).tiny
         self._check(
             error <= most,

@@ -31,13 +31,14 @@ class HandlerContract(PluginContract):
 
     Plans are made for several topologies. Steps run on 4 gloo ranks, 2 stages by 2 data replicas,
     on a small model with tied, frozen, float32, bfloat16 and float64 parameters. The contract
-    checks what the optimizer of each rank steps: parameters, shards of them, or nothing if another
-    rank steps them. A handler whose replicas train alone is given options by which they take
-    their mean after each step. If a check makes no sense because
-    an earlier check has failed, it is skipped.
+    checks the tensors that the optimizer of each rank steps: parameters, shards of them, or nothing
+    if another rank steps them. If replicas train alone with a handler, give it options by which
+    they take their mean after each step. A check is skipped if it makes no sense because an earlier
+    check has failed.
 
     Attributes:
-        handler: As a configuration lists it: a name, a table of name and options, or a class.
+        handler: The handler, as in a configuration: a name, a table of name and options, or a
+            class.
         beside: The other handlers that a run would list with it.
         relative_error: Largest accepted error of a gradient, relative to its largest element. If
             the dtype of a parameter is coarser, twice the resolution of that dtype is accepted.
@@ -73,8 +74,8 @@ class HandlerContract(PluginContract):
             )
 
     def test_a_plan_made_again_is_the_same(self) -> None:
-        # pipegrad may plan several times with one instance, also for other ranks. So a call must
-        # not depend on earlier calls.
+        # A call must not depend on earlier calls, because pipegrad may plan several times with one
+        # instance, also for other ranks.
         for where, every in self._planned().items():
             for first in every:
                 view, used = TOPOLOGIES[where].at(first.rank), scenario.instances(self._specs())
@@ -101,8 +102,8 @@ class HandlerContract(PluginContract):
 
     def test_no_plan_depends_on_hash_seeds(self) -> None:
         self._planned()
-        # Strings hash differently in each Python process, and this order cannot be changed in a
-        # running process. So plans are made in other processes.
+        # Plans are made in other processes, because strings hash differently in each Python
+        # process, and this order cannot be changed in a running process.
         made = _outcome(lambda: scenario.plans_under_seeds(self._specs(), "1", "4242"))
         self._check_ended(made, "a new process cannot plan; it must be importable there")
         first, second = cast("list[str]", made)
@@ -204,7 +205,7 @@ class HandlerContract(PluginContract):
                 f"it returns waits for all others. The first:\n{''.join(seen.violations[:1])}",
             )
 
-    # What its checks look at.
+    # Inputs of the checks.
 
     @classmethod
     def _specs(cls) -> Specs:
@@ -253,7 +254,7 @@ class HandlerContract(PluginContract):
         return self.expected(whole, torch.zeros_like(whole) if own is None else own.double())
 
     def _expected_step(self, step: str, rank: int, name: str) -> torch.Tensor | None:
-        """Returns the gradient with which a parameter has moved when a step has ended."""
+        """Returns the gradient by which a parameter has changed at the end of a step."""
         if (handler := self._joined_by()) is None:
             return self._expected(step, rank, name)
         if handler.equal_every != 1:
@@ -279,7 +280,7 @@ class HandlerContract(PluginContract):
                 continue
             is_unreduced = (
                 gradient is None and own is None
-            )  # where a handler leaves it to this rank alone
+            )  # if a handler leaves it to this rank alone
             if not self._close(torch.zeros_like(expected) if is_unreduced else gradient, expected):
                 values = f"found {few(gradient)}, expected {few(expected)}, own {few(own)}"
                 yield f"{name!r} on rank {rank}: {values}"

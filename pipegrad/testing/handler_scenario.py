@@ -1,11 +1,11 @@
 """Scenario: plans and steps of a small model with some handlers. HandlerContract checks them.
 
 The model has a tie across ranks, a tie that may be within a rank, three dtypes and a frozen
-parameter. Gradients are fixed numbers, so the result of one process is plain arithmetic.
+parameter. Gradients are fixed numbers, because then the result of one process is plain arithmetic.
 
-[Note: hash seeds] Plans are also made in processes with other hash seeds: a handler must not depend
-on the order of a set. Starting Python and importing torch takes seconds, and every handler needs
-such plans. So one process is started for each hash seed, and plans for all handlers.
+[Note: hash seeds] Plans are also made in processes with other hash seeds, because a handler must
+not depend on the order of a set. One process for each hash seed plans for all handlers, because
+starting Python and importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def gradient_of(step: str, rank: int, name: str) -> torch.Tensor | None:
     if name == "frozen" or (step == "missing" and rank not in _RANKS_WITH_GRADIENT.get(name, ())):
         return None
     shape, dtype = _PARAMETERS[name]
-    # Every rank and parameter has another scale, so a gradient of a wrong rank is noticed.
+    # Every rank and parameter has another scale, because a wrong rank's gradient must be noticed.
     scale = math.sqrt(2 + rank + 4 * list(_PARAMETERS).index(name))
     values = torch.linspace(1, 2, math.prod(shape), dtype=torch.float64) * scale
     return values.reshape(shape).to(dtype)
@@ -186,7 +186,7 @@ def whole(step: str, rank: int, name: str, *, is_apart: bool = False) -> torch.T
 
 
 def steps(specs: Specs) -> Seen:
-    """Runs all steps under an OrderChecker; returns what this rank saw.
+    """Runs all steps under an OrderChecker; returns the results of this rank.
 
     Every rank of a process group like the live topology must call it.
     """
@@ -215,8 +215,8 @@ def steps(specs: Specs) -> Seen:
                 gradient = gradient_of(step, rank, name)
                 if gradient is not None:
                     (parameter * gradient).sum().backward()
-            # A wrong handler may not wait for the last rank. Only if that rank is late, its peers
-            # can be seen to finish too early.
+            # A wrong handler may not wait for the last rank. This rank is late, because only then
+            # its peers can be seen to finish too early.
             if step == "first" and rank == max(topology.ranks):
                 _wait_for_early_peers()
             sync.stage_final(stage)
@@ -293,12 +293,12 @@ def _shared(num_stages: int) -> list[dict[int, str]]:
 
 
 def plans_under_seeds(specs: Specs, *seeds: str) -> list[str]:
-    """Returns the plans that a process for each PYTHONHASHSEED makes, as text.
+    """Returns the plans as text, made by a process for each PYTHONHASHSEED.
 
     Raises:
         RuntimeError: If one of them cannot plan.
     """
-    # A process finds modules by its path, so another `sys.path` needs another process.
+    # Another `sys.path` needs another process, because a process finds modules by its path.
     pools = [_process(seed, tuple(sys.path)) for seed in seeds]
     try:
         made = [pool.submit(_plans_there, specs, Path.cwd(), {**os.environ}) for pool in pools]

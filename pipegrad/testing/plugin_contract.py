@@ -1,4 +1,4 @@
-"""PluginContract: what the contracts of handlers and of codecs have in common."""
+"""PluginContract: the common part of the contracts of handlers and of codecs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipegrad.plugins.registry import Registry
 class PluginContract:
     """Checks how a plugin is found and constructed.
 
-    A subclass says in `_plugin` which one.
+    A subclass names it in `_plugin`.
     """
 
     def test_it_is_found_and_says_where_it_comes_from(self) -> None:
@@ -53,7 +53,7 @@ class PluginContract:
         )
 
     def _plugin(self) -> tuple[str, Registry[Any], Any]:
-        """Returns what it is, the registry of such plugins, and how a configuration names it."""
+        """Returns the kind, the registry of such plugins, and the plugin as in a configuration."""
         raise NotImplementedError
 
     def _check(self, good: bool, complaint: str) -> None:

@@ -1,7 +1,7 @@
 """Runs a function on several ranks: new processes on this machine in one gloo process group.
 
 `Ranks` is the caller's side, and `serve` the side of a rank. A pipe joins them: calls go to the
-rank, and a `Report` of each comes back.
+rank, and a `Report` of each call comes back.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _ONE_CARD = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_MAX_CTAS": "4",
 }
-# The fork server imports this module first. A module that it imports later may ask torch whether
-# there is a card: CUDA itself would answer, and no rank that is forked then could use it.
+# The fork server imports this module first. A module that it imports later may check torch for a
+# GPU. CUDA itself must not answer, because no rank that is forked then could use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-_GRACE_SECONDS = 5.0  # for ranks to end by themselves after another one failed
+_GRACE_SECONDS = 5.0  # for ranks to end without a kill after another one failed
 # Within this time, a dead rank and the errors that it causes on others may be seen in any order.
 _SETTLE_SECONDS = 0.1
 _END_SECONDS = 2.0  # for ranks to end when the caller closes
@@ -82,18 +82,19 @@ def run_ranks(
     Every rank is a new process with one thread. It has the caller's ``os.environ``, ``sys.path``
     and working directory. Its default process group is gloo over ``num_ranks`` ranks. Function,
     arguments and results are pickled, tensors by value. The function must be defined at the top
-    level of a module. A rank that is done stays until all ranks are done, so its peers can finish.
+    level of a module. A rank that is done stays until all ranks are done, because its peers may
+    still need it.
 
-    The processes come from multiprocessing's fork server, which imports torch once. So settings
-    that Python or torch read when they load, such as ``PYTHONHASHSEED``, are fixed by the first
-    call. Ranks look up host names only in files, never in the DNS.
+    The first call fixes settings that Python or torch read when they load, such as
+    ``PYTHONHASHSEED``, because the processes come from multiprocessing's fork server, which imports
+    torch once. Ranks look up host names only in files, never in the DNS.
 
     Args:
         function: Runs on every rank.
         num_ranks: Number of processes.
         *args: Arguments for the function, the same on every rank.
         timeout_seconds: Timeout for all ranks to finish. The timeout of the process group is a
-            little longer, so that one error shows where every rank is.
+            little longer, because one error must show where every rank is.
 
     Raises:
         TimeoutError: If ranks did not finish in time. Names them, and notes have their stacks.
@@ -180,8 +181,8 @@ class _Rank:
         context = _fork_server()
         self.connection, rank_end = context.Pipe()
         self._stack = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
-        # The fork server has the output streams of its first start. The rank must write to the
-        # caller's current ones, so they are sent to it.
+        # The caller's current output streams are sent to the rank, because the fork server has the
+        # streams of its first start.
         numbers = 1, 2, self._stack.fileno()
         outputs = [Connection(os.dup(number), readable=False) for number in numbers]
         self.process = context.Process(target=serve, args=(rank, *task, rank_end, *outputs))
@@ -198,7 +199,7 @@ class _Rank:
             self.connection.send(call)
 
     def stack(self) -> str:
-        """Returns where the threads of a rank were that SIGABRT has ended."""
+        """Returns the stacks of a rank's threads at the moment when SIGABRT ended it."""
         self.process.join(_END_SECONDS)
         self._stack.seek(0)
         return self._stack.read().decode()
@@ -221,7 +222,7 @@ class _Rank:
         return self.report
 
     def end(self) -> None:
-        """Ends the process, which ends by itself when its connection is closed, if it can run."""
+        """Ends the process. A closed connection ends it if it can run; otherwise it is killed."""
         self.process.join(_END_SECONDS)
         if self.process.is_alive():
             self.process.kill()
@@ -263,7 +264,7 @@ def _results(ranks: Sequence[_Rank], timeout_seconds: float) -> list[Any]:
 
 def _late_error(text: str, stuck: Sequence[_Rank]) -> TimeoutError:
     error = TimeoutError(text)
-    # All at once: a rank whose peer is gone goes on, with an error.
+    # Send all signals at once, because a rank whose peer is gone continues, with an error.
     for rank in stuck:
         assert rank.process.pid is not None  # it was started
         os.kill(rank.process.pid, signal.SIGABRT)
@@ -273,13 +274,13 @@ def _late_error(text: str, stuck: Sequence[_Rank]) -> TimeoutError:
 
 
 def share_one_card(rank: int) -> None:
-    """Lets ranks on NCCL share card 0. Call it in each, before the process group is made.
+    """Lets ranks on NCCL share GPU 0. Call it in each, before the process group is made.
 
-    NCCL refuses two ranks on one device, unless they seem to be on two hosts. They talk through
-    sockets then: results are right, and times mean nothing.
+    NCCL refuses two ranks on one device, unless they seem to be on two hosts. Then they use
+    sockets: results are right, and times mean nothing.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
     """
     os.environ.update(_ONE_CARD, NCCL_HOSTID=f"pipegrad-rank-{rank}")
 
@@ -293,13 +294,13 @@ def _fork_server() -> ForkServerContext:
 
 
 def _home(function: Callable[..., Any]) -> tuple[str, str | None]:
-    """Returns the module of a function: name and file."""
+    """Returns name and file of a function's module."""
     name = (function.func if isinstance(function, functools.partial) else function).__module__
     return name, getattr(sys.modules.get(name), "__file__", None)
 
 
 def _pickled(value: object, subject: str) -> bytes:
-    # multiprocessing's pickler is not used: torch makes it send tensors as shared memory.
+    # Not by multiprocessing's pickler, because torch makes it send tensors as shared memory.
     try:
         return pickle.dumps(value)
     except Exception as error:
@@ -314,7 +315,7 @@ def serve(
     connection: Connection,
     *outputs: Connection,
 ) -> NoReturn:
-    """Runs a rank, the main function of its process: calls come, and reports go."""
+    """Runs a rank, the main function of its process: it receives calls and sends reports."""
     *streams, stack = outputs
     for number, output in enumerate(streams, 1):
         os.dup2(output.fileno(), number)
@@ -330,8 +331,8 @@ def serve(
     os.environ.clear()
     os.environ.update(environment)
     report = None
-    # A failed rank ends at once, so its peers do not wait for it. One that is done waits until the
-    # caller closes or dies: its peers may still need its side of the process group.
+    # A failed rank ends at once, because its peers must not wait for it. A rank that is done waits
+    # until the caller closes or dies, because its peers may still need it in the process group.
     with contextlib.suppress(OSError, EOFError):
         while report is None or not report.summary:
             report = _report((rank, port, timeout_seconds), *connection.recv())

@@ -1,5 +1,5 @@
-"""Is everything ordered that must be?
+"""Finds accesses to memory that are not ordered.
 
 `checker` records a step on virtual streams. `clocks` decides whether two accesses are ordered.
-`trace` listens to torch, and `replay` runs other orders.
+`trace` receives torch's operators and events.
 """

@@ -55,13 +55,13 @@ class VirtualEvent:
 
 
 class _OfThread(threading.local):
-    """What a thread does."""
+    """The state of a thread."""
 
     name = ""  # of its strand
     stream = _COMPUTE
     is_watched = False
     in_comm_stream = False
-    transfer: tuple[str, tuple[torch.Tensor, ...]] = ("", ())  # strand, and what is sent
+    transfer: tuple[str, tuple[torch.Tensor, ...]] = ("", ())  # strand, and the sent tensors
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class Entry:
 class OrderChecker(sync_points.Backend):
     """Watches every operator, event, wait, collective and free, and finds unordered accesses.
 
-    Two accesses to the same bytes must be ordered by waits, if one of them writes or frees. The
-    checker looks at what was waited for, not at the times of one run. So one run in any order finds
-    what could go wrong in all runs.
+    Two accesses to the same bytes must be ordered by waits, if one of them writes or frees. One run
+    in any order finds the errors of all runs, because the checker looks at waits, not at the times
+    of one run.
 
     On CPU each comm stream counts as a stream of a device, with its events and waits, although its
-    operators run at once. Threads order only what they hand over. On CUDA streams are real.
+    operators run at once. Threads are ordered only by a hand-over. On CUDA streams are real.
 
     Make and end the objects to check inside of the ``with`` block, because comm streams keep the
     streams that they were made with. The checker sees operators of torch. It does not see code that
@@ -117,8 +117,8 @@ class OrderChecker(sync_points.Backend):
         self._order = HappensBefore()
         self._threads: set[str] = set()
         self._names = itertools.count(1)
-        # Operators of all threads go through one lock, so clocks and accesses change together. It
-        # is reentrant, because a recording holds it around the check of an operator.
+        # Operators of all threads take one lock, because clocks and accesses must change together.
+        # It is reentrant, because a recording holds it around the check of an operator.
         self._lock = threading.RLock()
         self._local = _OfThread()
         self.violations: list[Violation] = []
@@ -126,8 +126,8 @@ class OrderChecker(sync_points.Backend):
         self._raises = raises
         self._memories = Memories(self._freed)
         self._homes: dict[str, str] = {}  # memory -> the strand that allocated it
-        # Finalizers must not lock, so they only append here: the strand that may use a freed memory
-        # again, and the memory. The next caller that holds the lock moves it to `_reusable`.
+        # Finalizers only append here, because they must not lock: the strand that may use a freed
+        # memory again, and the memory. The next holder of the lock moves it to `_reusable`.
         self._newly_freed: deque[tuple[str, str]] = deque()
         self._reusable: defaultdict[str, list[str]] = defaultdict(list)
         self._flights: dict[int, tuple[dist.Work, str | None, Clock]] = {}  # by their Work
@@ -135,7 +135,7 @@ class OrderChecker(sync_points.Backend):
 
     def __enter__(self) -> Self:
         self._exit.enter_context(sync_points.using(self))
-        # Waits are made by the thread that is behind them.
+        # Waits run in the calling thread, not in a helper, because they order the calling thread.
         self._exit.enter_context(mock.patch.object(waits.PerThread, "may_block", True))
         # They are replaced on the class, because torch itself and hooks call them too.
         for name in ("wait", "get_future"):
@@ -149,7 +149,7 @@ class OrderChecker(sync_points.Backend):
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
-    # What the library calls instead of a device's streams.
+    # Methods that the library calls instead of a device's streams.
 
     def on(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Makes the virtual stream `name` current in this thread; ``compute`` is the default."""
@@ -203,15 +203,15 @@ class OrderChecker(sync_points.Backend):
         self.waited(None, cast("Clock", handed or {}))
 
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Sends on a strand of its own."""
-        # The backend gets a copy, so it does not keep `tensor` alive. Otherwise no free of `tensor`
-        # during the send would be seen.
+        """Sends on a separate strand."""
+        # The backend gets a copy, because it keeps its tensor alive, which would hide a free of
+        # `tensor` during the send.
         copy = tensor.clone()
         with self._setting("transfer", (f"transfer {next(self._names)}", (tensor,))):
             return super().send(group, copy, peer, tag)
 
     def receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Receives on a strand of its own."""
+        """Receives on a separate strand."""
         with self._setting("transfer", (f"transfer {next(self._names)}", ())):
             return super().receive(group, tensor, peer, tag)
 
@@ -230,7 +230,7 @@ class OrderChecker(sync_points.Backend):
 
         Args:
             method: The method.
-            foreign: Whether it also ends collectives outside of comm streams.
+            foreign: True if it also ends collectives outside of comm streams.
         """
 
         def recorded(work: dist.Work, *args: object, **kwargs: object) -> T:
@@ -250,8 +250,8 @@ class OrderChecker(sync_points.Backend):
     @contextlib.contextmanager
     def running(self, stream: object) -> Iterator[None]:
         """Makes a comm stream's stream current, and watches its operators."""
-        # Operators on a comm stream's own thread must be watched too. A trace of torch's dispatcher
-        # sees only the thread that entered it.
+        # Trace the comm stream's own thread, too, because a trace of torch's dispatcher sees only
+        # the thread that entered it.
         current: contextlib.AbstractContextManager[object]
         if isinstance(stream, VirtualStream):
             current = self.on(stream.name)
@@ -302,8 +302,8 @@ class OrderChecker(sync_points.Backend):
             self._order.join(strand, self._order.clock(home))
             tick, where = self._order.tick(strand), call_site()
             accesses = [
-                # Outside of comm streams torch itself keeps tensors alive that one stream hands to
-                # another. In comm streams pipegrad must do that.
+                # In comm streams pipegrad must keep tensors alive that one stream hands to another.
+                # Elsewhere torch itself does it.
                 Access(
                     strand,
                     tick,
@@ -337,7 +337,7 @@ class OrderChecker(sync_points.Backend):
             return entry
 
     def _strand_beside(self, operation: Operation, home: str) -> str:
-        """Returns the strand of a collective beside its comm stream.
+        """Returns the strand of a collective that runs in parallel with its comm stream.
 
         Collectives of a group run in order. Messages have no order, because the end of a message
         does not show that earlier messages have ended.
@@ -380,15 +380,15 @@ class OrderChecker(sync_points.Backend):
         return self._local.name
 
     def _freed(self, memory: str) -> None:
-        """Records that a memory is freed. A finalizer calls it, so it must not lock or raise."""
+        """Records a freed memory. It must not lock or raise, because a finalizer calls it."""
         home = self._homes.pop(memory, None)
         if home is not None:
             self._newly_freed.append((self._thread if home in self._threads else home, memory))
 
     def _reuse(self, home: str, where: str) -> list[Violation]:
         """Frees memories at the next operation of a strand, which may get that memory."""
-        # The allocator gives a freed memory to the strand that allocated it, at once. So from its
-        # next operation on, any other strand that still uses the memory is a violation.
+        # From the next operation of the strand that allocated it, any other strand that still uses
+        # the memory is a violation, because the allocator gives it to that strand at once.
         tick, whole_memory = self._order.clock(home)[home], ((0, 2**63),)
         return [
             violation

@@ -19,7 +19,7 @@ Span = tuple[int, int]
 
 
 class Kind(Enum):
-    """What an access does to the bytes."""
+    """The effect of an access on the bytes."""
 
     READ = "read"
     WRITE = "write"
@@ -28,7 +28,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Access:
-    """One strand touches bytes of one memory.
+    """An access of one strand to bytes of one memory.
 
     Attributes:
         strand: The strand.
@@ -108,7 +108,7 @@ class HappensBefore:
         """Orders all later operations of `strand` after the operations in `clock`."""
         present = self._clocks[strand]
         for other, tick in clock.items():
-            # A comparison, and no call: a step has as many strands as messages, and joins them all.
+            # A comparison, and no call, because a step joins as many strands as it has messages.
             if tick > present.get(other, 0):
                 present[other] = tick
 
@@ -120,16 +120,16 @@ class HappensBefore:
 
     def access(self, new: Access) -> list[Violation]:
         """Adds an access of the current operation of its strand; returns its violations."""
-        # Only accesses that may race with a later access stay. So memory and time grow with the
-        # number of strands and byte ranges, not with the number of operations.
+        # Only accesses that may race with a later access stay, because memory and time must grow
+        # with the number of strands and byte ranges, not with the number of operations.
         known = self._clocks[new.strand]
         earlier = self._accesses[new.memory]
         violations: list[Violation] = []
         remaining: list[Access] = []
         for old in earlier:
             seen = known.get(old.strand, 0)
-            # If torch itself keeps the memory alive until the access has ended, a free cannot be
-            # too early.
+            # A free cannot be too early if torch itself keeps the memory alive until the access has
+            # ended.
             is_free = new.kind is Kind.FREE
             conflicts = old.held if is_free else Kind.WRITE in (old.kind, new.kind)
             shared = _overlap(old.spans, new.spans)
@@ -145,8 +145,8 @@ class HappensBefore:
 
 def _replaces(new: Access, old: Access) -> bool:
     """True if every access that would race with `old` also races with `new`, ordered after it."""
-    # A free races only with accesses that are held. So an access that is not held cannot stand in
-    # for one that is.
+    # An access that is not held cannot replace a held one, because a free races only with held
+    # accesses.
     if old.held and not new.held:
         return False
     stronger = new.kind is not Kind.READ or (old.kind is Kind.READ and old.strand == new.strand)
@@ -158,7 +158,7 @@ def _replaces(new: Access, old: Access) -> bool:
 
 def _overlap(a: Sequence[Span], b: Sequence[Span]) -> Span | None:
     """Returns the first common byte range of two ascending lists."""
-    # Both lists are sorted, so one pass is enough. Tensors with strides may have many ranges.
+    # One pass is enough, because both lists are sorted. Tensors with strides may have many ranges.
     i = j = 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])

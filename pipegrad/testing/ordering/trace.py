@@ -1,4 +1,4 @@
-"""Traces of torch: what memory operators read and write, and where; events of CUDA devices."""
+"""Traces of torch: memory that operators read and write, their call sites, and CUDA events."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def call_site() -> str:
 def called_by_python() -> bool:
     """Returns True if a collective is called by torch.distributed, not by C++ code such as DDP's.
 
-    C++ code waits in C++, where nobody can listen.
+    C++ code waits in C++, where no Python function can observe it.
     """
     return _caller(_WRAPPERS).f_code.co_filename == c10d.__file__
 
@@ -173,7 +173,7 @@ class Memories:
 
 @functools.cache
 def _schema(func: Any) -> tuple[list[str], list[str], bool]:  # noqa: ANN401
-    """Returns the arguments of an operator, those that it writes, and if its result is a view."""
+    """Returns an operator's arguments, the written ones, and True if its result is a view."""
     arguments, results = func._schema.arguments, func._schema.returns
     written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
     is_view = not written and any(r.alias_info is not None for r in results)
@@ -196,7 +196,7 @@ def _operation(
         return None
     writes = _tensors([passed.get(argument) for argument in written])
     if not writes:
-        # New memory counts as written: another stream may still use what was there before.
+        # New memory counts as written, because another stream may still use its earlier content.
         known = {tensor.untyped_storage().data_ptr() for tensor in arguments}
         writes = [t for t in _tensors(out) if t.untyped_storage().data_ptr() not in known]
     if not (arguments or writes):
@@ -212,7 +212,7 @@ def _operation(
 def _collective(
     name: str, passed: Mapping[str, Any], tensors: list[torch.Tensor], out: object
 ) -> Operation:
-    """Returns the operation of a collective. Its schema does not have what it reads and writes."""
+    """Returns the operation of a collective. Its schema does not show reads and writes."""
     group = dist.ProcessGroup.unbox(passed["process_group"])
     is_root = passed.get("root_rank") == group.rank()
     reads, writes = list[torch.Tensor](), tensors  # in place, or written alone
@@ -284,7 +284,7 @@ def current_strand(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def following(checker: OrderChecker) -> Iterator[None]:
-    """Passes every event and synchronisation to `checker`, and to no other checker meanwhile."""
+    """Passes every event and synchronisation to `checker`, and to no other one during this time."""
     _listen()
     events = _Events(checker)
     _following.append(events)
