@@ -143,8 +143,8 @@ class Spot(NamedTuple):
 
     Attributes:
         doing: Texts of the activities, outermost first.
-        details: Of the innermost that has some.
-        drawing: Of the innermost that has one.
+        details: Details of the innermost activity that has some.
+        drawing: Drawing of the innermost activity that has one.
     """
 
     doing: tuple[str, ...]

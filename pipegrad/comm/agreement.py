@@ -208,7 +208,7 @@ def same(what: str, values: Mapping[int, str]) -> None:
 
     Args:
         what: The subject, for the message.
-        values: By rank.
+        values: Rank -> value.
 
     Raises:
         AgreementError: If values differ. It shows the difference, and the ranks of each value.
