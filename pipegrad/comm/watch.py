@@ -326,8 +326,8 @@ class Watch:
                 if self._store.check([key := self._key("state", rank)]):
                     records[rank] = plain.loads(self._store.get(key), Record)
                     silent.remove(rank)
-            # Do not wait for processes that have ended or are stopped. Wait some looks first,
-            # because a rank that seems gone may still have posted its answer.
+            # Give up silent ranks only after some looks, and only if all of them have ended or are
+            # stopped, because others may still answer.
             if time.monotonic() > known_by and silent <= self._neighbours.gone():
                 break
             time.sleep(_TICK_SECONDS)

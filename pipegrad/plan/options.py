@@ -58,7 +58,7 @@ class GradientKeywords(TypedDict, total=False):
 
 
 class SyncKeywords(GradientKeywords, total=False):
-    """All fields of `GradientOptions`; without ticks, because a `Scheduler` has its schedule's."""
+    """All fields of `GradientOptions`. A `Scheduler` takes no ticks, as its schedule has them."""
 
     stage_ticks: Sequence[int] | None
     shared_ticks: Sequence[int] | None
