@@ -1,7 +1,7 @@
 """Activities: the current work of each thread of this rank, and its error, for a report.
 
-All parts of pipegrad enter an activity for each wait, because one costs about a microsecond. The
-memory is fixed, because an activity is dropped when it has ended. A `Record` is the status that
+All parts of pipegrad enter an activity for each wait, because one costs only about a microsecond.
+The memory is fixed, because an activity is dropped when it has ended. A `Record` is the status that
 this rank sends to the others when the job fails. A `Tape` forwards times to a recorder.
 """
 

@@ -178,7 +178,7 @@ def agree_keeping(
 
 
 def nobody_comes(error: BaseException) -> bool:
-    """True if the job has ended on all ranks, or all have refused, so that no other rank comes."""
+    """True if no other rank comes, because the job has ended or all ranks raise the error."""
     return isinstance(error, StallError) or getattr(error, "is_everyones", False)
 
 

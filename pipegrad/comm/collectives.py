@@ -260,7 +260,7 @@ class Arriving:
 def expect_reduce_chain(into: torch.Tensor, group: dist.ProcessGroup | None) -> Arriving | None:
     """Posts the receive of the sum that the next rank will send; None if no rank sends here.
 
-    Sync: returns at once. Nobody may touch `into` until `reduce_chain` has returned.
+    Sync: returns at once. Do not touch `into` until `reduce_chain` has returned.
     """
     # Step 1 of the journey of a gradient calls this, long before the sum is needed, because a send
     # ends only when its receive is posted. The sender ends its step earlier, and must not wait.

@@ -4,7 +4,7 @@
 1. A rank that fails in a step posts its error on a board of that step (`FailureNotice.fail`). Only
    the first post is stored. It is the cause; errors on other ranks follow from it.
 2. The failed rank still launches all collectives, and makes all transfers, that are left of the
-   step. It sends zeros. So each wait of another rank ends, on any backend.
+   step. It sends zeros, because each wait of another rank must end, on any backend.
 3. Every rank reads the board at the end of the step (`FailureNotice.refuse_failed`), and during a
    long wait. It raises an error with the first message. A failed rank does so too (`raise_first`).
 4. A rank begins its next step when everything that it launched has ended (`FailedSteps.wait`).
@@ -293,7 +293,7 @@ class FailureReport:
         cause: The rank, and its status. In a script, lines of the user's code follow.
         text: The cause, then the status of each rank, and the grid.
         reporter: The rank that shows it: the rank whose error is the cause, or else the writer.
-        kind: ``"common"``: all ranks have raised the same error, as those of a set-up do.
+        kind: ``"common"``: all ranks have raised the same error, for example in a set-up.
             ``"raised"``: the cause is an error. ``"ended"``: a rank has ended, and others wait for
             it. ``"lost"``: a rank did not go on.
     """

@@ -32,7 +32,7 @@ class HostWork:
 
     Attributes:
         work: The work object of torch.
-        has_arrived: True if it is a send whose message has arrived, because its wait is then short.
+        has_arrived: True if it is a send whose message has arrived. Its wait is short then.
     """
 
     work: dist.Work  # no __init__: a call less for each transfer

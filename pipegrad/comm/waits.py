@@ -10,7 +10,7 @@ these:
 1. Transfers and collectives of the host, the store, and groups that are made: `ended`. The wait for
    a send whose message has arrived needs no helper.
 2. Tasks of a comm stream, whose thread may stay in C++: `Ticket.wait`, whose callers look.
-3. Devices: what a verb enqueues does not block it.
+3. Devices: a verb enqueues kernels, which do not block it.
 4. Torch's own stages and shards wait in C++. The watch closes all connections for them. That ends
    each wait but those for a message that is half on its way.
 """

@@ -44,8 +44,8 @@ class GradScaler(torch.amp.GradScaler):
     gradients before clipping. If you made your optimizers yourself, call it for each of them.
     Without clipping, `step` unscales.
 
-    fp16 parameters need ``master_dtype=torch.float32``, because it unscales no fp16 gradients, as
-    torch's scaler does not. A GradientSync has one scaler, the last one that was made for it.
+    fp16 parameters need ``master_dtype=torch.float32``, because this scaler, like torch's, unscales
+    no fp16 gradients. A GradientSync has one scaler, the last one that was made for it.
 
     Args:
         sync: The GradientSync with the gradients.

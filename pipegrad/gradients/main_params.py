@@ -241,8 +241,8 @@ class Chunk(Tensor):
     chunks than it was written, because torch.distributed.checkpoint calls the three methods below,
     which DTensor has too. They return only the elements of this rank.
 
-    It can be copied and moved to another device. It has no other values than `local`, so nothing
-    else can be computed with it.
+    It can be copied and moved to another device. No other computation is possible, because it has
+    no values except `local`.
 
     Attributes:
         local: The elements of this rank, flat and contiguous, box by box.

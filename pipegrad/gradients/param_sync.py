@@ -27,7 +27,7 @@ UPDATED = sync_points.Record(
 
 
 class ParameterSync:
-    """Sends the parameters that this rank has updated, and waits for those of other ranks.
+    """Sends the parameters that this rank has updated, and waits for parameters of other ranks.
 
     The end of a step makes it due, `publish` sends, and the first use of a stage waits. If no rank
     needs it, all of this does nothing.

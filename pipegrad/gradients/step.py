@@ -463,7 +463,7 @@ class Step(Parts):
     def abort(self, error: BaseException, *, begun: bool = True, final: bool = False) -> str | None:
         """Ends a failed step. All ranks can go on with the next step, and raise an error for this.
 
-        Afterwards gradients are None, also those of accumulated steps. This rank still launches the
+        Afterwards all gradients are None, also accumulated ones. This rank still launches the
         remaining collectives of the step, with zeros, because other ranks wait for them. Other
         ranks raise an error in `finish`. The next `prepare` waits for the collectives.
 
@@ -649,7 +649,7 @@ class Step(Parts):
             bucket.check(continuing=False)
 
     def _give_up(self, *, begun: bool) -> None:
-        """Launches the remaining collectives of a failed step, also those of `prepare`."""
+        """Launches the remaining collectives of a failed step, also the receives of `prepare`."""
         if not begun:
             if self._parameter_sync.is_taken:
                 self._parameter_sync.publish()

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 
 class GradientSync(Step):
-    """Makes the gradients of a model that is cut over ranks equal to those of one process.
+    """Makes the gradients of a model that is cut over ranks equal to the gradients of one process.
 
     All ranks of the topology construct it together. All ranks raise the same error, or none,
     because they compare everything that can be wrong on one rank before the first collective.

@@ -1,4 +1,4 @@
-"""Routes: the reductions of each gradient, in order, from what the handlers return. Pure."""
+"""Routes: the reductions of each gradient, in order, from the results of handlers. Pure."""
 
 from __future__ import annotations
 
