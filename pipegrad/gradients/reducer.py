@@ -267,7 +267,7 @@ class Reducer:
         with self.reporting(description, step.ranks):
             group = self._groups.of(step.ranks, launch.comm_stream)
             self._expect(launch)
-            # Here and not in `fill`, because the comm stream divides during the next backward.
+            # Here and not in `fill`, because the comm stream divides while backward goes on.
             if launch.step == 0:
                 memory.divide()
             flat.is_mean = flat.is_divided

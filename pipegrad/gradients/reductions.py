@@ -112,8 +112,8 @@ def _scatter(bucket: StepBucket, group: dist.ProcessGroup, wide: WideSum | None)
     payload, flags = bucket.buffer[:numel], bucket.buffer[numel:]
     me, shards = dist.get_rank(group), payload.split(list(bucket.scattered))
     collectives.reduce_scatter(shards[me], shards, group, common=flags, wide=wide)
-    # Copy the flags to the end of this rank's shard; see [Note: shards]. They may overwrite the
-    # next shards, because other ranks have summed those by now.
+    # Copy the flags to the memory right after this rank's shard; see [Note: shards]. They may
+    # overwrite the next shards, because other ranks have summed those by now.
     end = sum(bucket.scattered[: me + 1])
     if end < numel:
         # With WHOLE, the parts of the last ranks may be smaller than the flags.

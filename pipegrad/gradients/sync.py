@@ -86,9 +86,10 @@ class GradientSync(Step):
     WHOLE on all ranks but its owner.
 
     Do not use an optimizer whose step depends on all gradients of a rank, because it makes copies
-    of a parameter different. LBFGS raises an error; your own optimizer cannot be recognised. Use
-    `clip_grad_norm_` instead of ``torch.nn.utils.clip_grad_norm_``, because the latter computes the
-    norm of one rank's gradients. Copies that have become different are an error; see `finish`.
+    of a parameter different. A step of LBFGS raises PlanError; your own optimizer cannot be
+    recognised. Use `clip_grad_norm_` instead of ``torch.nn.utils.clip_grad_norm_``, because torch's
+    function computes the norm of one rank's gradients. Copies that have become different are an
+    error; see `finish`.
 
     No verb may be called while a CUDA graph is captured. `torch.compile` does not trace verbs.
 

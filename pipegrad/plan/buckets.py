@@ -147,9 +147,9 @@ class Bucket(Kind):
 
 
 # [Note: shards] After a reduction with SHARD or WHOLE, a rank continues with one region of the
-# payload, and with the flags. The flags are copied to the end of the region, over elements that
-# belong to other ranks now, because later reductions of the route also need one flat tensor, the
-# rank's part.
+# payload, and with the flags. The flags are copied to the memory right after the region, over
+# elements that belong to other ranks now, because later reductions of the route also need one flat
+# tensor, the rank's part.
 
 
 def in_few_words(keys: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
 """Refuses plans that contradict each other, the stages, or the model. Pure.
 
-Each check finds a mistake that would otherwise hang a job, or silently give wrong gradients. For
-example, no handler keeps some copies equal. Along dimensions of the same data, such as tensor
-parallelism, copies are recognised by their initial values. Along data-parallel dimensions, all
-parameters are copies.
+Each check finds a mistake that would otherwise hang a job, or silently give wrong gradients. One
+such mistake is a copy that no handler keeps equal. Along dimensions of the same data, such as
+tensor parallelism, copies are recognised by their initial values. Along data-parallel dimensions,
+all parameters are copies.
 """
 
 from __future__ import annotations
