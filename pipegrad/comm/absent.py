@@ -1,9 +1,9 @@
-"""Absent: a rank warns early of ranks that do not call what it is in, and the run goes on.
+"""Absent: a rank warns early of ranks that do not make the call in which it waits.
 
-A rank that stands still for some seconds posts where, once: in a wait for other ranks, or outside
-of pipegrad. A rank that waits reads then what those for whom it waits have posted. So nobody sends
-a message while all go on. Ranks in code of the user are absent. Ranks in different verbs are, if
-they wait for each other: then no slow rank is the cause, which stands in nothing.
+The run goes on. A rank that stands still for some seconds posts its place once: a wait for other
+ranks, or a line outside of pipegrad. A waiting rank then reads the posts of the ranks for which it
+waits. While all ranks go on, none sends a message. Ranks in the user's code are absent. Ranks in
+different verbs are absent if they wait for each other, because a slow rank would have no post.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ASK_SECONDS = 2.0  # then until it reads: ranks begin to stand, and look, at di
 
 
 class AbsentRanks:
-    """Warns of the ranks that are absent from what this rank is in."""
+    """Warns of the ranks that are absent from the present call of this rank."""
 
     def __init__(self, store: SignedStore, prefix: str, rank: int) -> None:
         self.warn: Callable[[str], object] = _print
@@ -31,7 +31,7 @@ class AbsentRanks:
         self._warned = set[str]()  # lines
 
     def look(self, account: Account) -> None:
-        """Posts where this rank stands, or warns; call it often, behind `Account.look`."""
+        """Posts the place of this rank, or warns; call it often, after `Account.look`."""
         now = time.monotonic()
         if account.since != self._since or account.is_debugged:
             self._since, self._asks_at = account.since, now + _ABSENT_SECONDS + _ASK_SECONDS
@@ -95,7 +95,7 @@ class AbsentRanks:
         )
 
     def _read(self, rank: int) -> tuple[str, str, tuple[int, ...]]:
-        """Returns what a rank is in, its line, and for whom it waits; empty if it goes on."""
+        """Returns a rank's activity, its line, and the awaited ranks; empty if it goes on."""
         if not self._store.check([key := self._key(rank)]) or not (raw := self._store.get(key)):
             return "", "", ()
         what, line, ranks = plain.loads(raw, tuple)

@@ -1,8 +1,8 @@
-"""Activities: what each thread of this rank does now, and what it has raised, for a report.
+"""Activities: the current work of each thread of this rank, and its error, for a report.
 
-An activity costs about a microsecond, so all parts of pipegrad enter what they wait for, always.
-The memory is fixed: an activity is gone when it has ended. A `Record` is what the other ranks get
-to know of it when the job fails. A `Tape` is for who records what a rank does.
+All parts of pipegrad enter an activity for each wait, because one costs only about a microsecond.
+The memory is fixed, because an activity is dropped when it has ended. A `Record` is the status that
+this rank sends to the others when the job fails. A `Tape` forwards times to a recorder.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from pipegrad.errors import (
 
 Drawing = Callable[[int, Mapping[int, str]], str]
 _FAILED = "pipegrad_failed"  # the attribute of an error
-# What torch's backends say when another rank is gone. No words of others are looked at.
+# Words in errors of torch's backends after another rank is gone. Other errors are not searched.
 _CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection|Broken pipe|pair closure")
 _COMM = f"{Path(__file__).parent}{os.sep}"
 _PIPEGRAD = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
-# Functions in which a debugger waits, and their files: of pdb, of what is built on it, and of
+# Functions in which a debugger waits, and their files: pdb, debuggers that are built on it, and
 # pydevd, which VS Code and PyCharm use.
 _PROMPTS = {"interaction": "/pdb.py", "do_wait_suspend": "pydevd"}
 _stacks: dict[int, list[Activity]] = {}  # by thread, outermost first
@@ -53,10 +53,10 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 class Details(NamedTuple):
-    """What an activity is at, right now.
+    """The present state of an activity.
 
     Attributes:
-        item: In words.
+        item: Text for reports.
         waits_for: The global ranks that it waits for.
         row: The pipeline, and the row of its grid that is this rank; None if there is no grid.
         mark: The cell of that row, as ``2F0``; "" before the first.
@@ -72,17 +72,17 @@ class Activity:
     """Something that a thread does, from ``with`` to its end.
 
     Args:
-        what: In words. Of a collective they are the same on all its ranks. "" without details if
-            this thread waits for other threads of this rank.
+        what: Text for reports, equal on all ranks of a collective. "" without details while this
+            thread waits for other threads of this rank.
         ranks: The global ranks that take part, or for which it waits.
         within_seconds: If it takes longer, the job ends with a report; see `comm.watch`.
-        details: Returns more, when a report is made; any thread may call it.
+        details: Returns the present state when a report is made; any thread may call it.
         drawing: Returns the grid of a pipeline, by its number, with marked cells, by row.
         position: Returns a number that changes when it goes on.
 
     Attributes:
-        since: When it began, on the monotonic clock.
-        number: Of no other activity of this process.
+        since: Start time, on the monotonic clock.
+        number: Unique within this process.
     """
 
     __slots__ = (
@@ -126,7 +126,8 @@ class Activity:
     def __exit__(self, *raised: object) -> None:
         thread = get_ident()
         stack = _stacks[thread]
-        # The innermost activity knows most of an error, and leaves it first.
+        # Keep the spot of the innermost activity, which an error leaves first, because it is the
+        # most exact one.
         if raised[1] is not None and getattr(raised[1], _FAILED, None) is None:
             with suppress(AttributeError, TypeError):  # an error may refuse attributes
                 setattr(raised[1], _FAILED, _spot_of(stack))
@@ -138,12 +139,12 @@ class Activity:
 
 
 class Spot(NamedTuple):
-    """What a thread is at. An error that leaves an activity has it as an attribute.
+    """The activities of a thread. An error that leaves an activity has it as an attribute.
 
     Attributes:
-        doing: The activities in words, outermost first.
-        details: Of the innermost that has some.
-        drawing: Of the innermost that has one.
+        doing: Texts of the activities, outermost first.
+        details: Details of the innermost activity that has some.
+        drawing: Drawing of the innermost activity that has one.
     """
 
     doing: tuple[str, ...]
@@ -167,7 +168,7 @@ def _spot_of(stack: Sequence[Activity]) -> Spot:
 
 
 def failed_at(error: BaseException | None) -> Spot | None:
-    """Returns what a thread was at when an error, or the one that it follows from, was raised."""
+    """Returns the activities of the thread when an error, or the error's cause, was raised."""
     spots = [] if error is None else [getattr(one, _FAILED, None) for one in causes_of(error)]
     return next((spot for spot in reversed(spots) if spot is not None), None)
 
@@ -188,8 +189,9 @@ class Frame(NamedTuple):
 
 def frames_of(thread: int) -> list[Frame]:
     """Returns the frames of a thread, innermost first, a hundred at most; none if it has ended."""
-    # Only C reads frames that run without making objects of them. An object may let garbage be
-    # collected, a finalizer the other thread go on, and the frame is gone: SIGSEGV in Python 3.11.
+    # Read running frames in C, because Python makes an object of each. Making one may collect
+    # garbage, and a finalizer may let the other thread go on. Then the frame is gone: SIGSEGV in
+    # Python 3.11.
     with tempfile.TemporaryFile("w+b") as stream:
         faulthandler.dump_traceback(stream)
         stream.seek(0)
@@ -203,11 +205,11 @@ def frames_of(thread: int) -> list[Frame]:
 
 
 class Stand(NamedTuple):
-    """Where the thread that runs verbs is.
+    """The place of the thread that runs verbs.
 
     Attributes:
-        what: The outermost activity, in words; "" outside of pipegrad.
-        line: The line of the user that runs.
+        what: Text of the outermost activity; "" outside of pipegrad.
+        line: The line of the user's code that runs.
         ranks: The global ranks for which it waits; none outside.
     """
 
@@ -232,22 +234,22 @@ def give_back(seconds: float, before: float) -> None:
 
 def activities() -> dict[int, list[Activity]]:
     """Returns the activities of all threads, by thread, outermost first."""
-    # Each thread changes its own list alone, and without a lock: an activity must cost nearly
-    # nothing. So whoever reads takes copies first.
+    # Copy before reading, because each thread changes its list without a lock: an activity must
+    # cost nearly nothing.
     return {thread: list(stack) for thread, stack in list(_stacks.items())}
 
 
-# What it has raised.
+# The error of this rank.
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank has raised; plain data.
+    """The error that a rank has raised; plain data.
 
     Attributes:
-        error: In words; "" if nothing.
+        error: Its text; "" if there is no error.
         follows: Whether it follows from another rank's failure.
-        time: In seconds since the epoch.
+        time: Seconds since the epoch.
         absent: The ranks for which it has waited in vain.
         note: Follows the error in a report, if it is the cause.
     """
@@ -260,11 +262,12 @@ class Failure:
 
 
 def failure_of(error: BaseException, note: str = "") -> Failure:
-    """Returns what this rank has raised, as other ranks get to know it."""
+    """Returns the failure that other ranks receive for an error of this rank."""
     root = root_of(error)
     follows = has_lost_connection(error) or any(getattr(x, "follows", 0) for x in causes_of(error))
     agreement = error if isinstance(error, AgreementError) else AgreementError()
-    # The words of pipegrad name bucket or batch. Those of others also need their line.
+    # pipegrad's text names bucket or batch. The text of other errors needs the line of the root,
+    # which `in_words` adds.
     words = in_words(error) if isinstance(error, PipegradError) else in_words(root)
     notes = [note for note in getattr(root, "__notes__", ()) if note.startswith("In ")]
     began = agreement.began or time.time()
@@ -274,8 +277,8 @@ def failure_of(error: BaseException, note: str = "") -> Failure:
 def has_lost_connection(error: BaseException) -> bool:
     """Returns True if a backend, or the store, cannot reach a rank, here or on another rank.
 
-    Only what torch itself has raised counts, to itself or to `comm`. Errors of pipegrad and of
-    users are never taken for one, whatever they say.
+    Only an error that torch raised inside its own code or inside `comm` counts. An error of the
+    user's code never does, whatever its text. An error of pipegrad counts if it has `has_lost`.
     """
     root, ours = root_of(error), [x for x in causes_of(error) if isinstance(x, PipegradError)]
     if any(one.has_lost for one in ours):
@@ -288,25 +291,25 @@ def has_lost_connection(error: BaseException) -> bool:
     return is_torchs and is_lost and not isinstance(root, PipegradError)
 
 
-# What the rank is at.
+# The present status of the rank.
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank is at when the job fails, as it tells the others; plain data.
+    """The status of a rank when the job fails, as the others receive it; plain data.
 
     Attributes:
         rank: The global rank.
-        process: Which one, of which machine.
-        at: What its thread of verbs does, outermost first, the item of a step last; "" if nothing.
-        seconds: For how long it has been at the innermost of these.
-        line: The line of the user that runs; "" if none does.
-        waits: What its threads wait for, and the global ranks that this takes.
-        is_busy: Whether it computes or runs code of the user, whatever other threads wait for.
-        is_in_torch: Whether it is inside of a collective of torch: nobody knows for whom it waits.
+        process: Number of the process, and name of its machine.
+        at: Activities of the training thread, outermost first, then the item of a step; "" if none.
+        seconds: Time since the innermost activity began or went on.
+        line: The line of the user's code that runs; "" if none does.
+        waits: A text for each wait of its threads, with the awaited global ranks.
+        is_busy: Whether it computes or runs code of the user, while other threads may wait.
+        is_in_torch: Whether it is inside of a collective of torch, whose awaited rank is unknown.
         row: Its pipeline, and its row of the grid; None outside of a step.
         mark: The cell of that row.
-        failure: What it has raised.
+        failure: The error that it has raised.
     """
 
     rank: int
@@ -323,7 +326,7 @@ class Record:
 
     @property
     def words(self) -> str:
-        """What it is at."""
+        """Its status, in words."""
         line = f" ({self.line})" if self.line else ""
         if not self.at:
             return f"was outside of pipegrad{line}"
@@ -332,11 +335,7 @@ class Record:
 
 
 class Account:
-    """What this rank tells of itself: where it is, since when, and what it has raised.
-
-    Args:
-        rank: The global rank.
-    """
+    """Collects the status of this rank for reports: its place, the time there, and its error."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -348,11 +347,11 @@ class Account:
         self.is_debugged = False
 
     def fail(self, error: BaseException, note: str = "") -> None:
-        """Takes what this rank has raised, and what follows its words if it is the cause."""
+        """Stores the error of this rank, and a note that follows its text if it is the cause."""
         self._failure, self._failed = failure_of(error, note), failed_at(error)
 
     def look(self, *, counts: bool = True) -> None:
-        """Looks whether the thread of verbs has gone on; call it often."""
+        """Checks if the thread of verbs has gone on; call it often."""
         before, self._looked = self._looked, time.monotonic()
         if (place := _place()) != self._place:
             if place[1] != self._place[1]:
@@ -365,13 +364,13 @@ class Account:
             give_back(self._looked - before, before)
 
     def stand(self) -> Stand | None:
-        """Returns where a wait for ranks or code outside of pipegrad is; None in anything else."""
+        """Returns the place of a wait for ranks, or of code outside of pipegrad; otherwise None."""
         thread = verb_thread()
         if stack := activities().get(thread):
             is_for_threads = not stack[-1].what and stack[-1].details is None
             ranks = _awaited_by_others(thread) if is_for_threads else tuple(self.awaited(0))
             return Stand(stack[0].what, _line_of(thread)[0], ranks) if ranks else None
-        # What has no activity, such as a cut that loads weights, is not outside either.
+        # A call without an activity, such as a cut that loads weights, is not outside either.
         if any(frame.file.startswith(_PIPEGRAD) for frame in frames_of(thread)):
             return None
         return Stand("", _line_of(thread)[0], ())
@@ -397,12 +396,12 @@ class Account:
 
     @property
     def doing(self) -> list[str]:
-        """What the thread of verbs does, in words, outermost first."""
+        """Texts of the activities of the thread of verbs, outermost first."""
         return [activity.what for activity in activities().get(verb_thread(), [])]
 
     def record(self) -> Record:
-        """Returns what this rank is at, or was at when it failed; any thread may call it."""
-        # The watch looks twice a second, so the thread may be at another item by now.
+        """Returns the status of this rank, or of its failure; any thread may call it."""
+        # Look again, because the watch looks twice a second, and the thread may have gone on.
         self.look()
         stacks, now, verbs = activities(), time.monotonic(), verb_thread()
         main = stacks.pop(verbs, [])
@@ -415,7 +414,7 @@ class Account:
         for thread, stack in {verbs: main, **stacks}.items():
             if stack and stack[-1].ranks:
                 what, (busy, is_user, _) = stack[-1].what, _line_of(thread)
-                # A thread in code of the user does not wait for ranks, whatever it does.
+                # A thread in code of the user does not wait for ranks.
                 if is_user and thread != verbs:
                     line = f"{what} at {busy}"
                 else:
@@ -442,7 +441,7 @@ class Account:
 
 
 def _place() -> tuple[list[int] | int, list[int]]:
-    """Returns what changes when the thread of verbs goes on, and the positions in it."""
+    """Returns a value that changes when the thread of verbs goes on, and its positions."""
     stack = activities().get(verb_thread(), [])
     positions = [activity.position() for activity in stack if activity.position is not None]
     return [activity.number for activity in stack] or _num_left, positions
@@ -458,9 +457,9 @@ def _line_of(thread: int) -> tuple[str, bool, bool]:
     return "", False, is_in_torch
 
 
-# What a part notes. The words are those of a timeline.
+# Kinds of times that are recorded. A timeline shows these words.
 Noted = Literal["wait for reduction", "wait for ranks", "reduction", "parameter sync", "host"]
-Key = tuple[int, int] | str  # a bucket and a step of its route, or what is waited for
+Key = tuple[int, int] | str  # a bucket and a step of its route, or the text of a wait
 
 
 class Recorder(Protocol):
@@ -470,26 +469,22 @@ class Recorder(Protocol):
         """Returns a point in time, on the current stream if there are streams."""
 
     def note(self, kind: Noted, key: Key, began: object) -> None:
-        """Takes what has ended now; any thread may call it."""
+        """Records an interval that ends now; any thread may call it."""
 
     def begin_step(self, number: int, program: object) -> None:
-        """Takes the begin of a training step, and the Program that it runs."""
+        """Records the start of a training step, and the Program that it runs."""
 
     def items(self) -> tuple[Sequence[bool], Callable[[object], object]]:
-        """Returns what the step's items need.
+        """Returns the times that the step must record, and the function that records them.
 
         Returns:
-            For each item whether the time of its end is wanted; and a function that takes a time.
-            It is first given the time of the begin.
+            A flag for each item, True if the time of its end is wanted; and a function that
+            records a time. Its first call gets the time of the start.
         """
 
 
 class Tape:
-    """Takes notes for a recorder; without one, it takes nothing.
-
-    Attributes:
-        recorder: Who records now.
-    """
+    """Forwards times to `recorder`; without one, it does nothing."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
@@ -500,6 +495,6 @@ class Tape:
         return None if recorder is None else recorder.now()
 
     def note(self, kind: Noted, key: Key, began: object) -> None:
-        """Passes on what began at a result of `now` and has ended; nothing if that is None."""
+        """Passes on an interval that began at `began`, a result of `now`; nothing if it is None."""
         if began is not None and (recorder := self.recorder) is not None:
             recorder.note(kind, key, began)

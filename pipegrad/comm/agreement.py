@@ -1,7 +1,7 @@
 """Agreement between ranks: all ranks succeed, or all raise the same error.
 
-It uses the key-value store of the default process group, not a collective. So the error can name a
-rank that stays away, and nothing depends on the backend or on its timeout.
+It uses the key-value store of the default process group instead of a collective, because then the
+error can name a rank that stays away, and nothing depends on the backend or on its timeout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pipegrad.printable import shortened
 
 T = TypeVar("T")
 Local = TypeVar("Local")
-AGREE_SECONDS = 60.0  # how long ranks wait for the slowest rank, by default
+AGREE_SECONDS = 60.0  # default wait for the slowest rank
 _SLOW_SECONDS = 600.0  # where ranks may be minutes apart
 _LOOK_SECONDS = 0.02
 _SHORT, _CONTEXT = 72, 16  # characters of a line, and before a difference
@@ -66,9 +66,8 @@ class _Agreements:
     """The agreements of a set of ranks under one default process group.
 
     Attributes:
-        life: How many default process groups these ranks have had on this store, with this group.
-        number: How many agreements there were. `life` and `number` make the keys of an agreement
-            unique.
+        life: Count of the default process groups of these ranks on this store, with this one.
+        number: Count of agreements. `life` and `number` make the keys of an agreement unique.
         keys: The keys that this rank set in the last agreement.
     """
 
@@ -87,7 +86,7 @@ def agree(
 ) -> list[T]:
     """Runs `function` on every rank and returns all results, or raises the same error on all ranks.
 
-    `agree_keeping` is for a function that makes something this rank keeps, too.
+    `agree_keeping` is for a function that also makes an object that this rank keeps.
 
     Put everything into `function` that can fail on one rank alone: files, imports, devices,
     configuration. Then its error is raised on all ranks. All of `ranks` must call `agree` in the
@@ -95,9 +94,9 @@ def agree(
 
     Args:
         what: The subject, the same on all ranks; for messages.
-        function: Takes nothing; its result is plain data: see [Note: plain data].
+        function: A function without arguments whose result is plain data: see [Note: plain data].
         ranks: Global ranks that take part; all by default.
-        timeout_seconds: How long to wait for the slowest rank.
+        timeout_seconds: Longest wait for the slowest rank.
         name: A name that the same ranks use once, where a rank may stay away and go on. Without
             a name each rank counts its agreements, and all must have counted alike.
 
@@ -106,8 +105,9 @@ def agree(
 
     Raises:
         AgreementError: On all ranks, if a rank failed or did not arrive.
-        StallError: At once, if it is the error of `function`; likewise one that is everyone's.
-        MessageError: If another program has written what is read.
+        StallError: At once, if it is the error of `function`; likewise an error that all ranks
+            raise.
+        MessageError: If another program has written a value that this rank reads.
         Exception: The error of `function`, if it is the same on all ranks.
     """
     _, results = agree_keeping(
@@ -128,15 +128,15 @@ def agree_keeping(
     timeout_seconds: float = AGREE_SECONDS,
     name: str | None = None,
 ) -> tuple[Local, list[T]]:
-    """Runs `function` as `agree` does; returns what this rank keeps, and the replies of all ranks.
+    """Runs `function` as `agree` does; returns its local result, and the replies of all ranks.
 
     Args:
-        what: As for `agree`.
-        function: Takes nothing, and returns two things. The first stays on this rank, and may be
-            anything. The second is this rank's reply: plain data.
-        ranks: As for `agree`.
-        timeout_seconds: As for `agree`.
-        name: As for `agree`.
+        what: See `agree`.
+        function: A function without arguments that returns two objects. The first stays on this
+            rank, and may be of any type. The second is this rank's reply: plain data.
+        ranks: See `agree`.
+        timeout_seconds: See `agree`.
+        name: See `agree`.
 
     Raises:
         PipegradError: As `agree` does.
@@ -150,16 +150,16 @@ def agree_keeping(
     outcome: tuple[Local, T] | _Failure
     try:
         outcome = function()
-        # Inside `try`: a result that cannot be sent is an error of this rank, which all ranks
-        # raise.
+        # Inside `try`, because a result that cannot be sent is an error of this rank, which all
+        # ranks raise.
         payload = plain.dumps(outcome[1])
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
         began, error, outcome = time.time(), caught, _Failure(type(caught).__name__, said(caught))
         payload = plain.dumps(outcome)
     try:
         prefix = f"pipegrad/agree/{_keys_of(members, name)}"
-        # An interrupt or an exit must end this process now. Its message is posted first: then the
-        # other ranks do not wait until the timeout.
+        # An interrupt or an exit must end this process now. Post its message first, because the
+        # other ranks would wait until the timeout.
         if error is not None and not ends_in_words(error):
             _post(what, payload, members, prefix)
             raise error
@@ -178,7 +178,7 @@ def agree_keeping(
 
 
 def nobody_comes(error: BaseException) -> bool:
-    """True if the job has ended on all ranks, or all have refused, so that no other rank comes."""
+    """True if no other rank comes, because the job has ended or all ranks raise the error."""
     return isinstance(error, StallError) or getattr(error, "is_everyones", False)
 
 
@@ -193,7 +193,7 @@ def _raise_failures(
     is_common = len(failures) == num_ranks and len(set(failures.values())) == 1
     if is_common and isinstance(error, Exception):
         raise error
-    # A launcher shows one line alone, so the first one has a cause.
+    # Put a cause into the first line, because a launcher shows no other one.
     first, *others = (f"rank {rank}: {failure}" for rank, failure in failures.items())
     line, *more = first.split("\n")
     line += f" ({subject}: {len(failures)} of {num_ranks} ranks failed, so all stop)"
@@ -208,10 +208,10 @@ def same(what: str, values: Mapping[int, str]) -> None:
 
     Args:
         what: The subject, for the message.
-        values: By rank.
+        values: Rank -> value.
 
     Raises:
-        AgreementError: If values differ. It shows what differs, and the ranks of each value.
+        AgreementError: If values differ. It shows the difference, and the ranks of each value.
     """
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
@@ -238,7 +238,7 @@ def _differing(values: Sequence[str]) -> list[str]:
     lines = tuple(line or "nothing" for line in lines)
     if max(map(len, lines)) <= _SHORT:
         return list(lines)
-    # The words before a difference say what it is the value of.
+    # Keep the words before a difference, because they name the value.
     context = max(0, _num_alike(lines) - _CONTEXT)
     begin = lines[0].rfind(" ", max(0, context - _SHORT), context) + 1 or context
     rests = [line[begin:] for line in lines]
@@ -250,7 +250,7 @@ def _differing(values: Sequence[str]) -> list[str]:
 
 
 def _num_alike(texts: Sequence[str]) -> int:
-    """Returns how many characters texts begin with alike."""
+    """Returns the length of the common prefix of texts."""
     columns = zip(*texts, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, columns))
 
@@ -263,7 +263,7 @@ def _alone(what: str, function: Callable[[], T]) -> T:
 
 
 def _post(subject: str, payload: bytes, ranks: tuple[int, ...], prefix: str) -> None:
-    """Puts this rank's payload into the store; the last rank puts those of all into one value."""
+    """Puts this rank's payload into the store; the last rank puts all payloads into one value."""
     digest, kv = _digest(payload), store()
     # Equal payloads have one key: a large result that all ranks share is stored once.
     kv.set(f"{prefix}/{digest}", payload)
@@ -299,8 +299,8 @@ def _exchange(
             f"all ranks must call it. Look at their output: they may have failed, or be stuck "
             f"before this point"
         )
-        # Ranks may reach their timeouts at different times. The first value counts for all of them.
-        # So a late rank fails too, instead of going on alone.
+        # Set the first value only: it counts for all ranks, because they may reach their timeouts
+        # at different times. A late rank fails too, instead of going on alone.
         kv.set_first(key, plain.dumps((missing, words)))
         cause = error
     rows, payloads = plain.loads(kv.get(key), tuple)
@@ -319,18 +319,18 @@ def _exchange(
 def _keys_of(ranks: tuple[int, ...], name: str | None) -> str:
     """Returns the keys' part for an agreement of `ranks`, equal on all of them, never used before.
 
-    No message is needed for it: all ranks call `agree` in the same order, so each counts alone.
+    No message is needed for it, because all ranks call `agree` in the same order and count alike.
     """
     members = _digest(repr(ranks).encode())
     by_ranks = _agreements_by_ranks()
-    # A store may outlive a default process group, and may still hold the replies of its agreements.
-    # So each new process group has a number of its own in the keys.
+    # The keys contain a number for each new process group, because a store may outlive a default
+    # process group, and may still hold the replies of its agreements.
     if ranks not in by_ranks:
         life = store().count(f"pipegrad/lives/{members}/{dist.get_rank()}")
         by_ranks[ranks] = _Agreements(life)
     agreements = by_ranks[ranks]
-    # An agreement with a name is not counted: a rank that stays away from it would count otherwise
-    # from then on, and look for all later agreements at wrong keys.
+    # Do not count an agreement with a name, because a rank that stays away from it would look for
+    # all later agreements at wrong keys.
     if name is None:
         agreements.number += 1
     return f"{members}/{agreements.life}/{name or agreements.number}"
@@ -344,8 +344,8 @@ def _agreements_by_ranks() -> dict[tuple[int, ...], _Agreements]:
 
 def _delete_last(members: tuple[int, ...], keys: list[str]) -> None:
     """Deletes the keys that this rank set in the previous agreement."""
-    # The keys of this agreement stay: other ranks may still read them. All ranks have arrived in
-    # this agreement, so all of them have read the keys of the previous one.
+    # The keys of this agreement stay, because other ranks may still read them. All ranks have
+    # read the keys of the previous one, because all have arrived in this one.
     agreements = _agreements_by_ranks()[members]
     last, agreements.keys = agreements.keys, keys
     kv = store()
@@ -361,8 +361,8 @@ def _digest(content: bytes) -> str:
 def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.0) -> None:
     """Runs `function` on the first rank of each machine; on others only if that rank is too late.
 
-    For a message that every rank could print. The other ranks wait for the first rank, since
-    torchrun ends all ranks as soon as one rank has ended.
+    Use it for a message that every rank could print. The other ranks wait for the first rank,
+    because torchrun ends all ranks as soon as one rank has ended.
     """
     if not dist.is_initialized():
         function()
@@ -400,10 +400,10 @@ def collective_timeout(device: torch.device) -> timedelta | None:
 
 
 def slow_seconds(device: torch.device, agree_seconds: float) -> float:
-    """Returns how long ranks wait for each other while they load files or compile kernels.
+    """Returns the seconds that ranks wait for each other while they load files or compile kernels.
 
-    It is the timeout of the process group, but at most ten minutes; or `agree_seconds`, if that is
-    longer.
+    This is the timeout of the process group, but at most ten minutes; or `agree_seconds` if that
+    is longer.
     """
     timeout = collective_timeout(device)
     seconds = _SLOW_SECONDS if timeout is None else timeout.total_seconds()

@@ -3,9 +3,9 @@
 Names of some collectives differ between versions of torch. Over gloo, each rank sends the others
 their shards by messages, and adds what arrives.
 
-To add a collective, give messages a tag of their own, and each wait a sync point with a name and a
+To add a collective, give its messages a separate tag, and each wait a sync point with a name and a
 reason. A program in tests/support/ordering/programs.py must be wrong without it, because the
-mutation gate switches each sync point off. gradients/reductions.py says which placement uses it.
+mutation gate switches each sync point off. gradients/reductions.py maps placements to collectives.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SENT = sync_points.WaitWork(
 )
 
 # Tags of pipegrad's messages. They differ from the tags of other messages between the same two
-# ranks. They also differ from each other: the receive of a reduce chain is posted at the beginning
-# of a step, and other messages arrive between it and its send.
+# ranks. They also differ from each other, because the receive of a reduce chain is posted at the
+# start of a step, and other messages arrive between it and its send.
 SHARDS, COMMON, GATHERED, UP, DOWN, COUNTS, BACK = range(0x70670, 0x70677)
-HEADERS, VALUES = 0x70678, 0x70679  # one more is that of `ending`
+HEADERS, VALUES = 0x70678, 0x70679  # `ending` uses one more
 _PIECE_BYTES, _AHEAD = 2**23, 2  # smaller pieces cost time, larger pieces scratch memory
 TRANSFERS = 2**20  # the first one of a step's values and gradients
 
@@ -91,8 +91,8 @@ def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None
 def wide_all_reduce(tensor: torch.Tensor, wide: WideSum, group: dist.ProcessGroup | None) -> None:
     """Sums `tensor` in place over the group, in a wider dtype than its own.
 
-    Each rank sums a shard and sends the rounded result to all others. So the bytes are those of a
-    ring all-reduce of the narrow dtype, and all ranks have the same bits.
+    All ranks have the same bits, because each rank sums a shard and sends the rounded result to
+    all others. It moves as many bytes as a ring all-reduce of the narrow dtype.
 
     Sync: as `reduce_scatter`.
     """
@@ -116,10 +116,10 @@ def reduce_scatter(
 ) -> None:
     """Sums shard j over all ranks; rank j of the group has the result.
 
-    gloo's own reduce-scatter is made of all-reduces and moves twice the bytes. So on gloo, every
-    rank sends shard j to rank j, in pieces. Each rank adds what it receives in the order of ranks:
-    the result does not depend on the order of arrival. This needs scratch memory of at most 16 MiB
-    for each other rank.
+    On gloo, every rank sends shard j to rank j, in pieces, because gloo's own reduce-scatter is
+    made of all-reduces and moves twice the bytes. Each rank adds the pieces in the order of ranks,
+    because the result must not depend on the order of arrival. This needs scratch memory of at
+    most 16 MiB for each other rank.
 
     Args:
         output: This rank's sum, ``(numel,)``; may be its shard.
@@ -127,7 +127,7 @@ def reduce_scatter(
             numbers of elements, also none.
         group: The process group; None for the default group.
         common: A small tensor that is summed in place on all ranks.
-        wide: How sums are added; by default in the dtype of `output`, with no division.
+        wide: A wider dtype and a divisor; by default `output`'s dtype, and no division.
 
     Sync: `output` is ready on the current stream. Blocks the host if the backend does.
     """
@@ -142,8 +142,8 @@ def reduce_scatter(
     if wide is not None:
         _reduce_scatter_wide(output, shards, group, common, wide)
         return
-    # torch scatters shards of one size alone. Every rank knows all sizes, so all leave out the same
-    # reductions.
+    # torch scatters only shards of equal size. All ranks leave out the same reductions, because
+    # each has all sizes.
     if not _are_equal(shards):
         for owner, shard in enumerate(shards):
             if shard.numel():
@@ -159,11 +159,11 @@ def reduce_scatter(
 
 
 def start_sum(numbers: torch.Tensor, group: dist.ProcessGroup) -> tuple[Started, torch.Tensor]:
-    """Starts to add a few numbers, ``(numel,)``, of all ranks; `summed` makes the sums of them.
+    """Starts to add a few numbers, ``(numel,)``, of all ranks; `summed` returns the sums.
 
+    On gloo each rank sends its numbers to all others at once, because this takes one round trip.
     gloo's all-reduce goes round a ring of n ranks: 2 (n - 1) messages one after the other, each of
-    them with the latency of the slowest link. So on gloo each rank sends its numbers to all others
-    at once, which takes one round trip.
+    them with the latency of the slowest link.
 
     Sync: `numbers` and the result belong to the work until it has ended.
     """
@@ -174,16 +174,16 @@ def start_sum(numbers: torch.Tensor, group: dist.ProcessGroup) -> tuple[Started,
 
 
 def to_all(rows: torch.Tensor, numbers: torch.Tensor, group: dist.ProcessGroup) -> Started:
-    """Starts to send numbers, ``(numel,)``, to all ranks; those of each rank arrive in its row."""
+    """Starts to send numbers, ``(numel,)``, to all ranks; row j receives the numbers of rank j."""
     own = numbers.repeat(len(rows))
     work = dist.all_to_all_single(rows.view(-1), own, group=group, async_op=True)
     return on_host(work, rows)
 
 
 def summed(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns the sums of what `start_sum` has returned, when its work has ended.
+    """Returns the sums of `start_sum`'s result, when its work has ended.
 
-    The order of additions is that of ranks, on any processor: all ranks have the same bits.
+    All ranks have the same bits, because all add the rows in the same order.
     """
     while numbers.dim() > 1 and numbers.shape[0] > 1:
         half = (numbers.shape[0] + 1) // 2
@@ -209,8 +209,8 @@ def all_gather(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None) 
     if is_gloo(shards[me], group):
         peers = [peer for peer in range(len(shards)) if peer != me and shards[peer].numel()]
         readers = [peer for peer in range(len(shards)) if peer != me and shards[me].numel()]
-        # All receives are posted first. If sends came first, gloo would use the connection of two
-        # ranks in one direction at a time.
+        # Post all receives first, because gloo would otherwise use the connection of two ranks in
+        # one direction at a time.
         receiving = [receive(shards[peer], peer, group, GATHERED) for peer in peers]
         sending = [send(shards[me], peer, group, GATHERED) for peer in readers]
         for work in receiving:
@@ -232,8 +232,8 @@ def broadcast_chain(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> No
 
     Sync: as `reduce_scatter`.
     """
-    # Each rank sends once. The ranks of a pipeline begin their steps in the order of ranks, so each
-    # has the new parameters when it needs them; see step 9 of the journey of a gradient.
+    # Each rank sends once. Each has the new parameters when it needs them, because the ranks of a
+    # pipeline begin their steps in the order of ranks; see step 9 of the journey of a gradient.
     if not can_send(group, tensor.device):
         dist.broadcast(tensor, group_src=0, group=group)
         return
@@ -249,7 +249,7 @@ class Arriving:
     """A posted receive of the sum that the next rank sends in `reduce_chain`.
 
     Attributes:
-        tensor: Where the sum arrives.
+        tensor: The memory in which the sum arrives.
         work: The receive.
     """
 
@@ -260,10 +260,10 @@ class Arriving:
 def expect_reduce_chain(into: torch.Tensor, group: dist.ProcessGroup | None) -> Arriving | None:
     """Posts the receive of the sum that the next rank will send; None if no rank sends here.
 
-    Sync: returns at once. Nobody may touch `into` until `reduce_chain` has returned.
+    Sync: returns at once. Do not touch `into` until `reduce_chain` has returned.
     """
-    # Step 1 of the journey of a gradient calls this, long before the sum is needed. A send ends
-    # only when its receive is posted. So the sender, which ends its step earlier, need not wait.
+    # Step 1 of the journey of a gradient calls this, long before the sum is needed, because a send
+    # ends only when its receive is posted. The sender ends its step earlier, and must not wait.
     me, size = dist.get_rank(group), dist.get_world_size(group)
     if me + 1 == size or not can_send(group, into.device):
         return None
@@ -295,8 +295,8 @@ def reduce_chain(
         real(tensor).add_(real(arriving.tensor))
     me = dist.get_rank(group)
     if me > 0:
-        # The receiver has posted this at the beginning of its step. So the wait is short, and the
-        # bucket may be written again behind it.
+        # The wait is short, because the receiver has posted this at the start of its step. After
+        # it, the bucket may be written again.
         SENT(send(tensor, me - 1, group, DOWN))
 
 
@@ -307,8 +307,9 @@ def _reduce_scatter_wide(
     common: torch.Tensor | None,
     wide: WideSum,
 ) -> None:
-    """Sends every rank its shard, and adds what arrives."""
-    # NCCL adds in the dtype that it sends. This needs scratch memory of the size of all shards.
+    """Sends every rank its shard, and adds the received shards."""
+    # Not a reduction of NCCL, because NCCL adds in the dtype that it sends. This needs scratch
+    # memory of the size of all shards.
     parts = torch.empty((len(shards), output.numel()), dtype=output.dtype, device=output.device)
     received, sent = [output.numel()] * len(shards), [shard.numel() for shard in shards]
     dist.all_to_all_single(parts.view(-1), _joined(shards), received, sent, group=group)
@@ -339,7 +340,7 @@ class WideSum:
     """Adds the parts of ranks in a wider dtype than theirs, and rounds the result once.
 
     Attributes:
-        dtype: In which they are added. For complex numbers, that of their real part.
+        dtype: Dtype of the additions. For complex numbers, the dtype of the real part.
         divisor: The sum is divided by this, before it is rounded.
     """
 
@@ -348,7 +349,7 @@ class WideSum:
 
     def write(self, parts: Iterator[torch.Tensor], output: torch.Tensor) -> None:
         """Writes the sum of `parts` to `output`, which may be one of them."""
-        # In the order of the parts, which is that of ranks: the bits are the same in every run.
+        # Add in the order of ranks, because the bits must be the same in every run.
         total = next(parts).to(self.dtype)
         for part in parts:
             total.add_(part)
@@ -375,8 +376,8 @@ def _exchange_shards(
     for number, piece in enumerate(pieces[:_AHEAD]):
         arriving.append(_post_receives(buffers[number], output[piece], group, tag))
     # Receives before sends, as in `all_gather`.
-    # The first piece for each rank goes before the second piece for any, so that all ranks can
-    # begin to add.
+    # Send the first piece for each rank before the second piece for any, because all ranks can
+    # then begin to add.
     leaving = [
         send(shards[peer][piece], peer, group, tag)
         for at_once in zip_longest(*away.values())
@@ -391,7 +392,7 @@ def _exchange_shards(
             _add_up(parts, own, output[piece])
         else:
             wide.write(parts, output[piece])
-        # The sum has read this set of buffers, so the next receives may write into it.
+        # The next receives may write into this set of buffers, because the sum has read it.
         if number + _AHEAD < len(pieces):
             later = output[pieces[number + _AHEAD]]
             arriving.append(_post_receives(received, later, group, tag))
@@ -425,7 +426,7 @@ def _in_order(
 
 
 def _add_up(parts: Iterator[torch.Tensor], own: torch.Tensor, output: torch.Tensor) -> None:
-    """Adds parts in their order, so the bits are the same everywhere; `output` may be `own`."""
+    """Adds parts in their order, for the same bits on all ranks; `output` may be `own`."""
     total: torch.Tensor | None = None
     for part in parts:
         if part is not own:  # added in the memory of the first one, until the own part has come

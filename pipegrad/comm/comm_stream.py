@@ -1,7 +1,7 @@
 """A comm stream: a side stream, or on CPU a thread, that runs collectives in order.
 
-Step 5 of the journey of a gradient in docs/internals.md launches collectives on comm streams. What
-launches stays outside of CUDA graphs and of compiled regions: see `outside_of_graphs`.
+Step 5 of the journey of a gradient in docs/internals.md launches collectives on comm streams.
+Functions that launch stay outside of CUDA graphs and of compiled regions: see `outside_of_graphs`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Ticket:
         Raises:
             BaseException: The first error that a task of the comm stream raised.
         """
-        # Two waits are needed. The host waits until the thread has run the task, since there is no
-        # event before. Then the current stream waits for the task's event on the side stream.
+        # Two waits are needed. The host waits until the thread has run the task, because there is
+        # no event before. Then the current stream waits for the task's event on the side stream.
         done = HOST(self.done, timeout_seconds)
         if done is False:
             return False
@@ -78,10 +78,10 @@ class _Item:
     """A task in the queue.
 
     Attributes:
-        task: What to run.
+        task: The function to run.
         after: Events for which the side stream waits first.
         order: The result of `hand_over` in the thread that submitted it.
-        ticket: For the caller of `submit`.
+        ticket: The result of `submit`.
     """
 
     task: Task
@@ -91,7 +91,7 @@ class _Item:
 
 
 class CommStream:
-    """Runs tasks in order, beside the compute stream.
+    """Runs tasks in order, in parallel with the compute stream.
 
     Each comm stream needs its own communicator for each set of ranks. Collectives of two streams
     on one communicator run one after the other.
@@ -117,18 +117,18 @@ class CommStream:
             self._thread.start()
 
     def submit(self, task: Task, after: Sequence[torch.Event]) -> Ticket:
-        """Enqueues `task` behind all earlier tasks.
+        """Enqueues `task` after all earlier tasks.
 
         Sync: returns at once. `task` runs with the side stream current, and the side stream first
         waits for the events in `after`. After a task has failed, later tasks do not run and fail
         with the same error. The caller keeps the tensors of the task until it has waited for it.
         """
-        # One queue, in the order of the plan: all ranks issue their part of one list of
-        # collectives, so ranks cannot wait for each other in a circle. Step 5 of the journey of a
-        # gradient calls this.
+        # One queue, in the order of the plan, because ranks that issue their part of one list of
+        # collectives cannot wait for each other in a circle. Step 5 of the journey of a gradient
+        # calls this.
         self._last = Ticket(self._device)
         item = _Item(task, after, sync_points.in_use.hand_over(), self._last)
-        # Without a thread the caller enqueues by itself: the side stream is the queue, and to
+        # Without a thread the caller runs the item, because the side stream is the queue, and a
         # wait there blocks no host.
         if self._queue is None:
             self._run(item)
@@ -143,8 +143,8 @@ class CommStream:
 
     def put_off(self, task: Task) -> None:
         """Keeps `task`, the rest of the task that calls this, for `run_late`."""
-        # For `LateWork`: to wait for it now would hold up the collectives behind it, which do not
-        # need its result.
+        # For `LateWork`, because a wait now would delay the next collectives, which do not need
+        # its result.
         self._late.append(task)
 
     @property
@@ -158,7 +158,7 @@ class CommStream:
         Sync: as the tasks. Without a thread, it blocks the host if they do.
         """
         while self._late:
-            # Out of the queue before it runs: it may put something off again, behind the others.
+            # Out of the queue before it runs, because it may put off another task at the end.
             self._late.popleft()()
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -166,15 +166,15 @@ class CommStream:
         return self._last is None or self._last.wait(timeout_seconds)
 
     def close(self) -> None:
-        """Ends the thread behind the tasks that were submitted.
+        """Ends the thread after the tasks that were submitted.
 
         After a failed step, a task may wait for a collective that never ends. Then this does not
         wait for the thread.
 
-        Sync: the current stream waits for the side stream, so buffers may be freed on it.
+        Sync: the current stream waits for the side stream. Then buffers may be freed on it.
         """
-        # No ticket is waited for: tasks may have failed, or nobody waited for them. A new event
-        # behind everything on the side stream covers them all.
+        # A new event at the end of the side stream covers all tasks. A ticket would not, because
+        # tasks may have failed.
         if self._stream is not None:
             CLOSED(LAST(self._device, self._stream), self._device)
         self.stop()
@@ -182,7 +182,7 @@ class CommStream:
             self.join()
 
     def stop(self) -> None:
-        """Ends the thread behind the tasks that were submitted; returns at once."""
+        """Ends the thread after the tasks that were submitted; returns at once."""
         if self._queue is not None:
             self._queue.put(None)
 
@@ -195,14 +195,14 @@ class CommStream:
 
     def _run(self, item: _Item) -> None:
         try:
-            # A task may read what the failed one before it should have written. So it fails as
-            # well, and who waits for it learns why.
+            # A task after a failed one fails too, because it may read memory that the failed one
+            # has not written. Its `wait` then raises the first error.
             if self.error is not None:
                 raise self.error
             sync_points.in_use.take_over(item.order)
             with sync_points.in_use.running(self._stream):
-                # The waits are on the side stream, never on the compute stream, which goes on with
-                # the next backward.
+                # Wait on the side stream, never on the compute stream, because that one goes on
+                # with the next backward.
                 for event in item.after:
                     PRODUCERS(event, self._device)
                 item.task()
@@ -227,9 +227,9 @@ T = TypeVar("T")
 def outside_of_graphs(verb: Callable[P, T]) -> Callable[P, T]:
     """Returns `verb` so that Python runs it in every step, never as a recording.
 
-    A replay of a CUDA graph runs no Python. It would send nothing, and other ranks would wait. So
-    the verb raises StepError while a graph is captured. In code that torch.compile traces, the
-    graph breaks at the verb; with ``fullgraph=True``, torch raises an error.
+    The verb raises StepError while a CUDA graph is captured, because a replay runs no Python: it
+    would send nothing, and other ranks would wait. In code that torch.compile traces, the graph
+    breaks at the verb; with ``fullgraph=True``, torch raises an error.
     """
     name = getattr(verb, "__name__", "").lstrip("_")
 
@@ -250,7 +250,7 @@ def outside_of_graphs(verb: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(verb)
     def outside(*args: P.args, **kwargs: P.kwargs) -> T:
-        # To import torch._dynamo takes seconds. If nobody has imported it, nobody compiles.
+        # Do not import torch._dynamo, because that takes seconds. Without it no code is compiled.
         if "torch._dynamo" in sys.modules:
             return disabled()(*args, **kwargs)
         return run(*args, **kwargs)

@@ -24,7 +24,7 @@ class Thread(Protocol):
     """The part of a comm stream that `Ending` uses."""
 
     def stop(self) -> None:
-        """Ends the thread behind its tasks; returns at once."""
+        """Ends the thread after its tasks; returns at once."""
 
     def join(self, timeout_seconds: float) -> bool:
         """Waits for the end of the thread; returns whether it has ended."""
@@ -68,7 +68,7 @@ class Ending:
         self._dropped.atexit = False
 
     def call(self, release: Callable[[], object]) -> None:
-        """Registers a call for the beginning of the ending. It may not hold the owner."""
+        """Registers a call for the start of the ending. It must hold no reference to the owner."""
         self._releases.append(release)
 
     def end(self) -> None:
@@ -90,12 +90,12 @@ class Ending:
             release()
         for thread in self._threads:
             thread.stop()
-        # Threads come first, then groups: a thread may be inside a collective of a group.
+        # Threads come first, then groups, because a thread may be inside a collective of a group.
         grace = 0.0 if self.in_vain else _GRACE_SECONDS
         interrupt: KeyboardInterrupt | None = None
         try:
             has_ended = self._wait(grace)
-        # The interrupt is raised at the end. A thread that still runs at exit aborts the process.
+        # Raise the interrupt last, because a thread that still runs at exit aborts the process.
         except KeyboardInterrupt as error:
             has_ended, interrupt = False, error
         if not has_ended and self._is_local:
@@ -117,10 +117,10 @@ class Ending:
         return all(ended) and self._is_idle()
 
 
-# [Note: how threads end] Before Python 3.14, an interpreter that finalizes kills each thread that
-# returns to Python from C++, and this aborts the whole process. A thread in a collective of gloo
-# returns when the other ranks run the collective or close their connections. That can be at any
-# time. So our threads must return earlier: they are stopped, and the ending waits for them.
+# [Note: how threads end] Our threads must return before the interpreter finalizes. Before Python
+# 3.14, it then kills each thread that returns to Python from C++, and this aborts the process. A
+# thread in a collective of gloo returns at any time: when the other ranks run the collective or
+# close their connections. For this reason threads are stopped, and the ending waits for them.
 # A collective that another rank never runs does not end, and gloo has no call that ends it. But a
 # receive that times out closes all connections of its group, and its collectives fail.
 # gloo has its own threads. They release the tensors of a collective shortly after its wait has
@@ -131,28 +131,28 @@ _waiting: dict[int, Ending] = {}
 
 @atexit.register
 def _at_exit() -> None:
-    # A dictionary keeps the order of insertion. What was made last may use what was made earlier.
+    # The last one first, because an object may use objects that were made earlier.
     for ending in reversed(list(_waiting.values())):
         ending._end_by_itself()
 
 
 def set_all_in_vain() -> None:
-    """Marks the job as failed: no collective in flight is worth a wait at exit."""
+    """Marks the job as failed: at exit, no rank waits for collectives in flight."""
     for ending in list(_waiting.values()):
         ending.in_vain = True
 
 
 def cut(group: dist.ProcessGroup) -> None:
     """Closes this rank's connections of a gloo group. Calls that wait for them fail at once."""
-    # The first receive that times out closes all connections. A receive from a rank that has ended
-    # fails at once and closes none, so every rank is asked.
+    # Receive from every rank: the first receive that times out closes all connections, but one
+    # from a rank that has ended fails at once and closes none.
     for peer in {*range(group.size())} - {group.rank()}:
         with suppress(RuntimeError):  # it timed out, or the connection was closed before
             group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
 
 
 def cut_all() -> None:
-    """Closes this rank's connections in all groups of this process, whoever has made them.
+    """Closes this rank's connections in all groups of this process, also the user's.
 
     Waits for their collectives fail then. No group can be used again.
     """

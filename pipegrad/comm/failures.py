@@ -1,31 +1,32 @@
-"""Failures: how all ranks learn of a failed step and go on; and which rank has made a job fail.
+"""Failures: the protocol by which all ranks go on after a failed step; the cause of a failed job.
 
 [Note: failed steps]
 1. A rank that fails in a step posts its error on a board of that step (`FailureNotice.fail`). Only
    the first post is stored. It is the cause; errors on other ranks follow from it.
 2. The failed rank still launches all collectives, and makes all transfers, that are left of the
-   step. It sends zeros. So each wait of another rank ends, on any backend.
+   step. It sends zeros, because each wait of another rank must end, on any backend.
 3. Every rank reads the board at the end of the step (`FailureNotice.refuse_failed`), and during a
-   long wait. It raises an error with the first message; a failed rank, too (`raise_first`).
+   long wait. It raises an error with the first message. A failed rank does so too (`raise_first`).
 4. A rank begins its next step when everything that it launched has ended (`FailedSteps.wait`).
    This needs no message.
 5. A rank may post that its failure is final: a collective failed, or was perhaps never launched.
    Then no rank can go on, and all ranks raise an error.
 
-New communicators instead of the zeros would lose steps: a rank that has ended the step before
-another one fails in it is in its next step already, and sends on the old ones.
+Ranks send zeros instead of making new communicators, because those would lose steps: a rank may
+have ended the step before another one fails in it. It is in its next step then, and sends on the
+old communicators.
 
-A GradientSync and a Scheduler each have a board, since each counts its own steps: an evaluation is
-a step of a Scheduler, but not of its GradientSync.
+A GradientSync and a Scheduler each have a board, because each counts its steps separately: an
+evaluation is a step of a Scheduler, but not of its GradientSync.
 
 [Note: the cause of a failure] Most ranks of a failed job only wait. The cause is, in this order:
 
-1. an error that follows from no other rank's; or one that another rank repeats, of a rank that
-   has not answered yet, or not with its error;
+1. an error that follows from no other rank's error; or an error that another rank repeats, if its
+   source has not answered, or has answered without it;
 2. a rank that does not answer: its process has ended or is stopped, or its network is cut;
 3. a rank that did not come to an agreement;
 4. the first error, if all follow from others: a connection was lost between two live ranks;
-5. a rank that others wait for, and that waits for nobody: it is slow, or it is elsewhere;
+5. a rank for which others wait, and which waits for no rank: it is slow, or it is elsewhere;
 6. ranks that have all come to one collective, which does not end;
 7. ranks that wait for each other in a circle.
 """
@@ -65,21 +66,21 @@ FAILED_ELSEWHERE = "a step failed on another rank"
 _MOVING_SECONDS = 1.0  # at one item: a rank that goes on
 _MOST_LINES, _MOST_RANKS, _MOST_CHARACTERS = 32, 4, 160  # of a report, a cause, an error in a line
 Kind = Literal["common", "raised", "ended", "lost"]
-_LOST = " (it has lost the connection to a rank)"  # behind the words of an error that is a symptom
+_LOST = " (it has lost the connection to a rank)"  # after the text of an error that is a symptom
 ENDED = "has ended after"  # in the words about a rank that has left
-# What ranks put before an error of another rank.
+# Prefixes that ranks put before an error of another rank.
 _RELAYED = re.compile(rf"((rank \d+|\w+Error|{FAILED_ELSEWHERE}): )*")
 
 
 class FailureNotice:
     """A board for the message of a rank that failed in a step.
 
-    Each message belongs to one step. So a failure after which all ranks went on cannot fail a later
-    step. See [Note: failed steps].
+    Each message belongs to one step, because a failure after which all ranks went on must not fail
+    a later step. See [Note: failed steps].
     """
 
     def __init__(self, name: str) -> None:
-        # Keys of the store: of all steps, and of the present one.
+        # Keys of the store: for all steps, and for the present one.
         self._board = f"pipegrad/failed/{name}"
         self._last_key, self._final_key = f"{self._board}/last", f"{self._board}/final"
         self._key = f"{self._board}/0"
@@ -89,8 +90,8 @@ class FailureNotice:
 
     def next_step(self) -> None:
         """Goes to the next step. All ranks must call it equally often."""
-        # The number is a part of the keys in the store. A rank that counts differently would read
-        # the board of another step.
+        # A rank that counts differently would read the board of another step, because the number is
+        # a part of the keys in the store.
         self.step += 1
         self._key = f"{self._board}/{self.step}"
         self._first = None
@@ -99,12 +100,12 @@ class FailureNotice:
         """Posts `message` for this step, unless a message is posted; returns it with its rank."""
         if not dist.is_initialized():
             return message
-        # A store takes no surrogates, as names of files may have.
+        # Names of files may have surrogates, which a store cannot encode.
         message = message.encode("utf-8", "backslashreplace").decode()
-        # This board may be read by the rank that is the cause before it has posted here itself.
+        # Keep the name of the rank that is the cause: it may read this board before its own post.
         source = source_of(message) if FAILED_ELSEWHERE in message else None
         message = source[1] if source else f"rank {dist.get_rank()}: {message}"
-        # If the store is gone, no post is needed: the other ranks notice that themselves.
+        # If the store is gone, no post is needed, because the other ranks notice that too.
         with contextlib.suppress(dist.DistNetworkError):
             store().set_first(self._key, message)
             store().set(self._last_key, str(self.step))
@@ -116,8 +117,8 @@ class FailureNotice:
         """Posts the error of this rank; returns the result of `cause`."""
         notes = [*map(str, getattr(error, "__notes__", ())), *([where] if where else ())]
         self.post(" ".join([f"{type(error).__name__}: {told(error)}", *notes]), final=final)
-        # Behind the post: the store has taken one first message of all ranks, so each rank reads
-        # the same cause. Before it, two ranks that fail at once would each find none.
+        # Read after the post: each rank reads the same cause, because the store keeps the first
+        # message of all ranks. Before it, two ranks that fail at once would each find none.
         self._first = self.cause()
         return self._first
 
@@ -153,7 +154,7 @@ class FailureNotice:
         if not dist.is_initialized():
             return None
         try:
-            # Most programs never fail: one key says so, of all steps.
+            # One key covers the failures of all steps, because most programs never fail.
             self.has_failures = store().check([self._last_key])
             is_posted = self.has_failures and store().check([self._key])
             return store().text(self._key) if is_posted else None
@@ -172,12 +173,12 @@ class FailureNotice:
 
 
 def told(error: BaseException) -> str:
-    """Returns what other ranks are told of an error; a symptom is marked as one."""
+    """Returns the text of an error for other ranks, with a mark if the error is a symptom."""
     return f"{said(error)}{_LOST if has_lost_connection(error) else ''}"
 
 
 def elsewhere(kind: type[Raised], message: str) -> Raised:
-    """Returns the error for a step that failed on another rank, with what that rank has posted."""
+    """Returns the error for a step that failed on another rank, with the post of that rank."""
     error = following(kind(f"{FAILED_ELSEWHERE}: {message}"))
     error.has_lost = _LOST in message or message == STORE_IS_GONE
     return error
@@ -186,8 +187,8 @@ def elsewhere(kind: type[Raised], message: str) -> Raised:
 class FailedSteps:
     """The failed steps of this rank, and whether it can go on; see [Note: failed steps].
 
-    A failed rank still launches the collectives that are left of its step. So each of them ends on
-    all ranks, and the next step begins when they have ended on this rank. This needs no message.
+    Each collective of a failed step ends on all ranks, because the failed rank still launches the
+    rest of them. The next step begins when they have ended on this rank. This needs no message.
     A rank cannot go on if a collective itself failed, or was never launched.
 
     Args:
@@ -222,9 +223,9 @@ class FailedSteps:
 
     def wait(self) -> None:
         """Waits until everything that a failed step launched on this rank has ended."""
-        # The collectives of the failed step use the same communicators as those of the next step.
-        # If one of them never ends, the communicators of two ranks are at different collectives,
-        # and a later collective would take the data of another.
+        # Wait, because the failed step and the next step use the same communicators. If a
+        # collective never ends, the communicators of two ranks are at different collectives, and a
+        # later collective would receive the data of another one.
         doubt, self._doubt = self._doubt, None
         if doubt is not None and self._final is None:
             try:
@@ -248,7 +249,8 @@ class FailedSteps:
             self.end_for_good(elsewhere(ReduceError, words))
         if self._final is not None:
             self._notice.next_step()
-            # The other ranks begin this step, too, and wait for this rank: its board must say why.
+            # Post the reason on the board of this step, because the other ranks begin this step
+            # too, and wait for this rank.
             self._notice.post(f"it failed before: {self._final}", final=True)
             raise following(
                 ReduceError(
@@ -269,7 +271,7 @@ class FailedSteps:
         """
         if begins:
             self._notice.next_step()
-        # An interrupt may come during the messages below. This rank must remember the failure then.
+        # Set first, because an interrupt may come during the messages below.
         self._doubt = error
         if final:
             self._final = self._final or error
@@ -280,7 +282,7 @@ class FailedSteps:
         return self._notice.cause()
 
 
-# Which rank has made a job fail? Pure: it reads records alone.
+# The cause of a failed job. These functions are pure: they read records alone.
 
 
 @dataclass(frozen=True)
@@ -288,10 +290,10 @@ class FailureReport:
     """The report of a failed job.
 
     Attributes:
-        cause: Which rank, and what it was at. Then lines of the user, in a script.
-        text: The cause, then what each rank was at, and the grid.
-        reporter: The rank that shows it: whose error is the cause, or else who has written it.
-        kind: ``"common"``: all ranks have raised the same error, as those of a set-up do.
+        cause: The rank, and its status. In a script, lines of the user's code follow.
+        text: The cause, then the status of each rank, and the grid.
+        reporter: The rank that shows it: the rank whose error is the cause, or else the writer.
+        kind: ``"common"``: all ranks have raised the same error, for example in a set-up.
             ``"raised"``: the cause is an error. ``"ended"``: a rank has ended, and others wait for
             it. ``"lost"``: a rank did not go on.
     """
@@ -313,13 +315,13 @@ class FailureReport:
 
     @property
     def shown(self) -> str:
-        """What a script prints: the cause, and all ranks if the cause does not say enough."""
+        """The text that a script prints: the cause; with all ranks if a rank did not go on."""
         return self.text if self.kind == "lost" else self.cause
 
     def tell_launcher(self) -> None:
-        """Writes the cause where torchrun, or `pipegrad launch`, looks for it, to print it last."""
+        """Writes the cause to the error file that torchrun or `pipegrad launch` prints last."""
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            # Of a common error a rank of this machine prints all: the launcher need not repeat it.
+            # The launcher need not repeat a common error, because a rank of this machine prints it.
             is_all, now = self.kind == "common", str(int(time.time()))
             info = {"py_callstack": self.line, "timestamp": now, "is_all": is_all}
             message = {"message": self.line, "extraInfo": info}
@@ -391,7 +393,7 @@ def find_cause(
 def _who_was_awaited(
     records: Mapping[int, Record], failed: Sequence[Record]
 ) -> tuple[list[int], str]:
-    """Returns who has not come, if errors say so, or else who has seen it first; and words."""
+    """Returns the ranks that errors name as absent, or else the first failed rank; and words."""
     if absent := sorted({rank for record in failed for rank in record.failure.absent}):
         words = _some(f"rank {rank} {records[rank].words}" for rank in absent)
         return absent, f"{words}. Rank {failed[0].rank}: {failed[0].failure.error}"
@@ -399,11 +401,11 @@ def _who_was_awaited(
 
 
 def _who_stalls(records: Mapping[int, Record]) -> tuple[list[int], str]:
-    """Returns who makes the others wait, if nobody has failed, and words."""
+    """Returns the ranks for which the others wait, if no rank has failed, and words."""
     waits_for = {rank: _waits_for(record, records) for rank, record in records.items()}
     awaited = {other for others in waits_for.values() for other in others}
     free = [record for record in records.values() if record.is_busy or not record.waits]
-    # A rank inside a collective of torch waits, too: nobody knows for whom.
+    # Ranks inside a collective of torch come last: they wait too, but the awaited rank is unknown.
     free.sort(key=lambda r: (r.is_in_torch, r.rank not in awaited, -r.seconds, r.rank))
     first = free[0] if free else next(iter(records.values()))
     words = f"rank {first.rank} {first.words}"
@@ -429,7 +431,7 @@ def _who_stalls(records: Mapping[int, Record]) -> tuple[list[int], str]:
 
 
 def _waits_for(record: Record, records: Mapping[int, Record]) -> list[int]:
-    """Returns the ranks that a rank waits for: those that do not wait for the same."""
+    """Returns the ranks for which a rank waits, without those that are in the same wait."""
     return sorted(
         {
             other
@@ -441,8 +443,8 @@ def _waits_for(record: Record, records: Mapping[int, Record]) -> list[int]:
 
 
 def _error(record: Record) -> str:
-    """Returns the error of a rank, and where it was."""
-    # What this rank has posted, or others have repeated to it, names it already.
+    """Returns the error of a rank, and its place."""
+    # A text that this rank has posted, or that others have repeated to it, names the rank already.
     source = source_of(record.failure.error)
     words = f"rank {record.rank}: {record.failure.error}"
     if source is not None and source[0] == record.rank:

@@ -1,10 +1,10 @@
-"""Plain data: what ranks send each other as text, and nothing that can run.
+"""Plain data: the values that ranks send each other as text, without code that can run.
 
-[Note: plain data] A pickle may call any function where it is read. So no rank reads one of another
-rank. What goes through the key-value store is JSON, written here: numbers, text, bytes, lists,
+[Note: plain data] No rank reads a pickle of another rank, because a pickle may call any function
+when it is read. Values in the key-value store are JSON, written here: numbers, text, bytes, lists,
 tuples, sets, tables, paths, dtypes, devices, tensors on the host, and records of the classes in
-`_RECORDS`. What JSON has no word for is an object with one key, which says what it is. A class
-comes into being from its fields, as by its own call. Equal values have equal bytes.
+`_RECORDS`. A type that JSON lacks is an object with one key, which names the type. A record is
+made from its fields by a call of its class. Equal values have equal bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_ITEMS = 2**24  # of all lists and records of a message together
 _MOST_DEPTH = 64
 _MOST_DIMENSIONS = 64  # torch's own limit
 _VERSION = b"pipegrad 2 "
-# Everything else that may cross, by module. A reader makes no other class.
+# All other classes that may be sent, by module. A reader makes no other class.
 _RECORDS = {
     "audit.report": ("Finding", "Gradient", "Variant"),
     "comm.activity": ("Failure", "Record"),
@@ -86,7 +86,7 @@ def loads(content: bytes, kind: type | None = None) -> Any:
     """Returns the value that `dumps` has written.
 
     Raises:
-        MessageError: If they are no such value.
+        MessageError: If `content` is not a message of `dumps`, or its value is not of type `kind`.
     """
     try:
         if len(content) > MOST_BYTES or not content.startswith(_VERSION):
@@ -96,7 +96,7 @@ def loads(content: bytes, kind: type | None = None) -> Any:
         value = json.loads(content[len(_VERSION) :].decode("ascii"), object_hook=_opened)
         if kind is not None and type(value) is not kind:
             raise MessageError(f"it is of {type(value).__name__}, expected {kind.__name__}")
-    except Exception as error:  # whatever a damaged message makes a class say
+    except Exception as error:  # a class may raise any error for a damaged message
         raise MessageError(f"a message between ranks cannot be read: {error}") from error
     return value
 
@@ -109,7 +109,7 @@ def _text(tree: object) -> str:
 
 
 def _tree(value: object, depth: int) -> object:
-    """Returns a value as JSON has it."""
+    """Returns a value as types of JSON."""
     if depth > _MOST_DEPTH:
         raise MessageError(f"more than {_MOST_DEPTH} levels cannot be sent between ranks")
     kind: Any = type(value)
@@ -121,7 +121,8 @@ def _list(value: Any, depth: int) -> list[object]:  # noqa: ANN401 - any iterabl
 
 
 def _set(value: Any, depth: int) -> list[object]:  # noqa: ANN401 - a set of either kind
-    # Sets have an order of their own in each process; equal ones must have equal bytes.
+    # Sort, because the order of a set differs between processes, and equal sets must have equal
+    # bytes.
     return sorted(_list(value, depth), key=_text)
 
 
@@ -152,7 +153,7 @@ _WRITERS: dict[type, Callable[[Any, int], object]] = {
 
 @cache
 def _writer_of(kind: type) -> Callable[[Any, int], object]:
-    """Returns what writes instances of a class that is no builtin type.
+    """Returns the writer of a class that is no builtin type.
 
     Raises:
         MessageError: If none of them may be sent.
@@ -161,7 +162,7 @@ def _writer_of(kind: type) -> Callable[[Any, int], object]:
     if name in _MODULES and kind is _class(name):
         names = _fields(kind)
         return lambda value, depth: {name: _list([getattr(value, n) for n in names], depth)}
-    # A class with a meaning of its own would arrive without it.
+    # No enums and named tuples, because they would arrive as their base class.
     if not issubclass(kind, Enum) and not hasattr(kind, "_fields"):
         for base in kind.__mro__:
             if base in _WRITERS and (base is not torch.Tensor or kind is torch.nn.Parameter):
@@ -176,7 +177,7 @@ def _writer_of(kind: type) -> Callable[[Any, int], object]:
 
 
 def _opened(tagged: dict[str, Any]) -> object:
-    """Returns what an object with one key stands for."""
+    """Returns the value of an object with one key."""
     ((tag, content),) = tagged.items()
     if (read := _READERS.get(tag)) is not None:
         return read(content)
@@ -228,7 +229,7 @@ def _class(name: str) -> type:
 
 @cache
 def _fields(kind: type) -> tuple[str, ...]:
-    """Returns the names of what a record is made of."""
+    """Returns the names of the fields of a record."""
     if is_dataclass(kind):
         return tuple(field.name for field in fields(kind) if field.init)
     names: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]  # a NamedTuple

@@ -31,18 +31,19 @@ T = TypeVar("T")
 class Groups:
     """The communicators of one GradientSync.
 
-    Two comm streams never share a communicator: their collectives would run one after the other.
+    Two comm streams never share a communicator, because their collectives would run one after the
+    other.
 
     Args:
         specs: (ranks, comm stream) of every group of any rank, in the order in which to make them.
         ranks: All ranks.
         rank: This rank.
-        device: Where they will be used.
+        device: Device of the tensors that the groups will send.
         chains: Sets of ranks that run reduce chains and broadcast chains.
 
     Attributes:
         world: The group of all ranks; None if there is one rank.
-        host: The same for numbers on the host, if waits in `world` do not block it; else None.
+        host: A group of all ranks for numbers on the host; None if waits in `world` block the host.
         joined: The groups that this rank is in.
     """
 
@@ -62,24 +63,24 @@ class Groups:
         if len(ranks) > 1:
             self.world = new_group(ranks, "pipegrad", device)
             self.joined.append(self.world)
-        # A flag that NCCL reduces waits behind all that the device has to do, and the host behind
-        # the flag. This group is for hosts alone.
+        # This group is for hosts alone, because a flag that NCCL reduces waits until the device has
+        # done all earlier work, and the host waits for the flag.
         self.host: dist.ProcessGroup | None = None
         if not self.block_host(device):
             self.host = new_group(ranks, "pipegrad host", torch.device("cpu"), "gloo")
             self.joined.append(self.host)
         for members, comm_stream in specs:
-            # torch asks that all ranks make all groups, in one order. Its exception,
+            # torch requires that all ranks make all groups, in one order. Its exception,
             # use_local_synchronization, hangs if groups overlap.
             group = new_group(members, f"pipegrad comm stream {comm_stream}", device)
             if rank in members:
                 self._groups[members, comm_stream] = group
                 self.joined.append(group)
         if not self.block_host(device):
-            # NCCL connects a communicator in its first collective, and blocks the host until all
-            # members are there. In a step, comm streams begin in the order of readiness, which
-            # differs between ranks: ranks would wait for each other in a circle. Here all ranks
-            # connect their communicators in one order.
+            # Connect all communicators here, in one order, because NCCL connects a communicator in
+            # its first collective, and blocks the host until all members are there. In a step, comm
+            # streams begin in the order of readiness. This order differs between ranks, and ranks
+            # would wait for each other in a circle.
             for (members, _), group in self._groups.items():
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
                 # A chain sends point-to-point, and NCCL connects each pair of ranks separately, in
@@ -99,12 +100,12 @@ class Groups:
         """Returns the rows of all ranks, by ascending rank: ``(ranks, numel)``.
 
         Args:
-            row: Of this rank, ``(numel,)``, of the same dtype on all ranks, on the device or on
-                the host.
+            row: This rank's numbers, ``(numel,)``, of the same dtype on all ranks, on the device
+                or on the host.
 
-        Sync: on the current stream, of a row on the host the host; a few numbers to all ranks.
+        Sync: on the current stream; on the host if the row is there. Sends the row to all ranks.
         """
-        # Each rank adds its row to zeros, so every bit stays, also of nan and infinity.
+        # Add to zeros, because every bit stays then, also of nan and infinity.
         rows = row.new_zeros(len(self._ranks), row.numel())
         rows[self._index] = row
         group = self.world if self.host is None or not row.is_cpu else self.host
@@ -141,8 +142,8 @@ def new_group(
     Args:
         ranks: Global ranks of the group. Every rank of the world must make it.
         description: For torch's logs.
-        device: Where it will be used.
-        backend: That of the default group if None.
+        device: Device of the tensors that the group will send.
+        backend: Name of a backend; None for the default group's backend.
     """
     timeout = collective_timeout(device)
     group: dist.ProcessGroup = together(
@@ -154,7 +155,10 @@ def new_group(
 
 
 def together(what: str, make: Callable[[], T], device: torch.device) -> T:
-    """Returns what all ranks of the world make, such as groups; a rank that stays away ends it."""
+    """Returns the result of `make`, which all ranks of the world call.
+
+    The job ends with a report if a rank stays away.
+    """
     watch()
     seconds, ranks = slow_seconds(device, AGREE_SECONDS), range(dist.get_world_size())
     with Bounded(what, ranks, within_seconds=seconds):

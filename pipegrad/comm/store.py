@@ -1,9 +1,10 @@
 """The key-value store of a process group, as pipegrad uses it: values are signed.
 
-[Note: signed values] Whoever reaches the store of a launch can write into it. A launcher on one
-machine draws a key and hands it to its ranks in the environment, which other users cannot read.
-Then a mark, and a keyed BLAKE2 hash of the store's key and the value, stand before each value, and
-a value without them is refused. Without the variable values are as they are.
+[Note: signed values] Values are signed, because any process that reaches the store of a launch can
+write into it. A launcher on one machine draws a key and passes it to its ranks in the environment,
+which other users cannot read. Then a mark, and a keyed BLAKE2 hash of the store's key and the
+value, stand before each value. Reading a value without them raises MessageError. Without the
+variable, values are not signed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class SignedStore:
     """A key-value store whose values are signed; see [Note: signed values].
 
     Attributes:
-        raw: The same.
+        raw: The store of torch, whose values carry the signatures.
     """
 
     def __init__(self, store: Store, within_seconds: float = 30.0) -> None:
@@ -52,8 +53,9 @@ class SignedStore:
         self._hash = _keyed(os.environ.get(STORE_KEY, ""))
 
     def clone(self, within_seconds: float) -> SignedStore:
-        """Returns the same store over a connection of its own, with another time for answers."""
-        # A new connection waits minutes for a store that has ended; a message fails at once.
+        """Returns the same store over a separate connection, with another time for answers."""
+        # Send a message first, because it fails at once if the store has ended. A new connection
+        # would wait minutes for it.
         self.check(["pipegrad"])
         return SignedStore(self._asked(self.raw.clone), within_seconds)  # type: ignore[attr-defined]
 
@@ -63,7 +65,7 @@ class SignedStore:
         self._asked(lambda: self.raw.set(key, signed))  # type: ignore[arg-type]
 
     def set_first(self, key: str, value: bytes | str) -> bytes:
-        """Sets a value if there is none; returns what is there then.
+        """Sets a value if there is none; returns the value that is there then.
 
         Raises:
             MessageError: If another program has written it.
@@ -85,7 +87,7 @@ class SignedStore:
         return self.get(key).decode(errors="replace")
 
     def count(self, key: str) -> int:
-        """Adds 1 to a number; returns it. It is not signed: it names keys, and no more."""
+        """Adds 1 to a number; returns it. It is not signed, because it only names keys."""
         return self._asked(lambda: self.raw.add(key, 1))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -115,7 +117,7 @@ class SignedStore:
         return ended(call, self._within_seconds)
 
     def _short(self, key: str, value: bytes | str) -> bytes:
-        """Returns a value; of a large one, whose pieces it sets, where they are."""
+        """Returns a small value as it is; sets a large one in pieces, and returns their names."""
         content = value.encode() if isinstance(value, str) else value
         if len(content) <= _PIECE_BYTES:
             return content
@@ -125,7 +127,7 @@ class SignedStore:
         return b"%b%b %d" % (_PIECES, name.encode(), len(content))
 
     def _whole(self, key: str, content: bytes) -> bytes:
-        """Returns what `_short` was given."""
+        """Returns the value for a result of `_short`."""
         if not content.startswith(_PIECES):
             return content
         name, _, size = content.removeprefix(_PIECES).decode(errors="replace").partition(" ")
@@ -164,23 +166,23 @@ def store() -> SignedStore:
 
 @cache
 def _keyed(key: str) -> blake2b | None:
-    """Returns the hash of nothing with a key; None without one."""
+    """Returns an empty hash with a key; None without one."""
     content = key.encode("utf-8", "surrogateescape")
     return blake2b(key=sha256(content).digest(), digest_size=32) if key else None
 
 
 def of_one_machine() -> dict[str, str]:
     """Returns variables for ranks of one machine: a new key, and gloo listens on loopback."""
-    # Linux calls it so. Elsewhere gloo looks up the name of the host, as it always does.
+    # "lo" is the name on Linux. Elsewhere gloo looks up the name of the host, as it always does.
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
     return {STORE_KEY: secrets.token_hex(32), **loopback}
 
 
 def loopback_store() -> TCPStore:
     """Returns a store that this process keeps, on loopback alone."""
-    # torch's own socket would listen on all interfaces. A client of a store looks up the names of
-    # both ends for torch's logs. If the DNS loses a packet, that takes 5 s. So the server uses
-    # IPv4, whose loopback has a name in /etc/hosts. The default socket would see
+    # Not torch's default socket, because it would listen on all interfaces. Use IPv4, because its
+    # loopback has a name in /etc/hosts: a client of a store looks up the names of both ends for
+    # torch's logs, and that takes 5 s if the DNS loses a packet. The default socket would see
     # ``::ffff:127.0.0.1``.
     listener = socket.create_server((LOOPBACK, 0))
     return TCPStore(

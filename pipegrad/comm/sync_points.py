@@ -1,8 +1,8 @@
 """Sync points: each wait, record and hold of a stream has a name and a reason. And `Work`.
 
-Nothing else in the library touches streams, events or the ends of collectives. So order can be
-checked: `pipegrad.testing.OrderChecker` replaces the device's own streams. And the tests can be
-checked: a sync point can be switched off by name, and then a test must fail
+Order can be checked, because nothing else in the library touches streams, events or the ends of
+collectives: `pipegrad.testing.OrderChecker` replaces the device's streams. The tests can be checked
+too, because a sync point can be switched off by name, and then a test must fail
 (``pytest tests/mutation``).
 """
 
@@ -31,8 +31,8 @@ class HostWork:
     """Work that blocks the host until it has ended; see [Note: waits] in `waits`.
 
     Attributes:
-        work: Of torch.
-        has_arrived: Whether it is a send whose message has arrived: its wait is short.
+        work: The work object of torch.
+        has_arrived: True if it is a send whose message has arrived. Its wait is short then.
     """
 
     work: dist.Work  # no __init__: a call less for each transfer
@@ -43,7 +43,7 @@ class HostWork:
         ended(self.work.wait)
 
     def is_completed(self) -> bool:
-        """True if it has ended. Of a transfer of gloo: whether somebody has waited for it."""
+        """True if it has ended; for a transfer of gloo, True only after a wait for it."""
         return self.work.is_completed()
 
 
@@ -51,7 +51,7 @@ Started = HostWork | dist.Work
 
 
 def on_host(work: dist.Work | None, tensor: torch.Tensor) -> Started:
-    """Returns work whose wait Python can end, if it blocks the host: that of a device does not."""
+    """Returns work whose wait Python can end, if it blocks the host; work of a device does not."""
     assert work is not None  # torch returns None only on ranks that are not in the group
     if not tensor.is_cpu:
         return work
@@ -92,7 +92,7 @@ class Backend:
 
     def stream(self, device: torch.device, name: str) -> torch.Stream | None:
         """Returns a new side stream, or None where there are no streams."""
-        # With priority, so that a collective does not wait behind the kernels of a whole backward.
+        # With priority, because a collective must not wait for the kernels of a whole backward.
         return None if device.type == "cpu" else torch.Stream(device, priority=-1)
 
     def current(self, device: torch.device) -> torch.Stream | None:
@@ -137,8 +137,8 @@ class Backend:
         else:
             ended(work.work.wait)
 
-    # The next two are for a checker: it must learn of the order that a queue or a future makes
-    # between two threads. torch itself needs nothing there.
+    # The next two are for a checker, because a queue or a future orders two threads, and the
+    # checker must record that order. torch itself needs nothing there.
     def hand_over(self) -> object:
         """Returns the order of events that this thread has seen, for the thread that continues."""
         return None
@@ -151,7 +151,7 @@ class Backend:
         return stream or contextlib.nullcontext()
 
 
-# For who measures time. These order nothing, so they are no sync points.
+# Functions that measure time. They are no sync points, because they order nothing.
 
 
 def timing_event(device: torch.device) -> torch.Event:
@@ -176,7 +176,7 @@ def finish_event(event: torch.Event | None) -> None:
         event.synchronize()
 
 
-in_use = Backend()  # `using` changes it, so look it up at each use: sync_points.in_use
+in_use = Backend()  # look it up at each use, sync_points.in_use, because `using` changes it
 sites: dict[str, Site] = {}
 
 
@@ -246,7 +246,7 @@ class WaitHost(Site):
 
     def __call__(self, future: Future[T], timeout_seconds: float) -> bool | None:
         """Returns True if the future is done; None if the sync point is switched off."""
-        # Without a wait, the state of the future proves no order: the caller may not use it.
+        # The caller may not use the state of the future, because it proves no order without a wait.
         if not self.enabled:
             return None
         with contextlib.suppress(TimeoutError):
@@ -255,7 +255,7 @@ class WaitHost(Site):
 
 
 class Hold(Site):
-    """Keeps an object alive: returns it, so that the caller can keep a reference."""
+    """Keeps an object alive: returns it, because the caller then keeps a reference."""
 
     def __call__(self, held: T) -> T | None:
         return held if self.enabled else None

@@ -3,14 +3,16 @@
 [Note: an uncaught error] An error that nobody catches ends its process, and a launcher ends the
 others. Without this hook each rank would print a traceback, most of them about the same error.
 
-1. Each rank that has an uncaught error gives it to the watch. The watch finds the cause in the
-   records of all ranks. The rank that is the cause prints it, with the lines of the user that led
-   to it. If no rank is, as of one that has ended, the rank of the first alarm prints.
+1. Each rank that has an uncaught error passes it to the watch. The watch finds the cause in the
+   records of all ranks. The rank that is the cause prints it, with the lines of the user's code
+   that led to it. If the cause is not the error of a rank, for example because one has ended, the
+   rank of the first alarm prints.
 2. Only that rank ends at once, with the exit code of an error. The others wait until the launcher
-   ends them. A rank that obeys it has the exit code 0, so torchrun lists one failure, not all.
-   A rank that nobody ends has the exit code of an error, some seconds later.
+   ends them. A rank that the launcher ends has the exit code 0, because torchrun then lists one
+   failure instead of all. A rank that the launcher does not end has the exit code of an error,
+   some seconds later.
 
-An excepthook that a user has set, before or behind this one, is called on every rank.
+An excepthook that a user has set, before or after this one, is called on every rank.
 """
 
 from __future__ import annotations
@@ -77,9 +79,9 @@ def _is_launched_script() -> bool:
 def _uncaught(
     before: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Stands in for `sys.excepthook`."""
+    """Replaces `sys.excepthook`."""
     watched = watch()
-    # An interrupt; or the process group has ended, and nobody can be asked.
+    # An interrupt; or the process group has ended, and no rank can answer.
     if watched is None or not isinstance(error, Exception):
         before(kind, error, trace)
         return
@@ -91,7 +93,7 @@ def _uncaught(
     sys.stderr.flush()
     watched.come_to_end()
     if is_first:
-        # Whoever ends first makes the launcher end all others, which may be on their way to here.
+        # Wait for the others, because the launcher ends them when the first rank has ended.
         watched.wait_for_end(_FIRST_SECONDS)
     else:
         deadline = time.monotonic() + _LATER_SECONDS
@@ -101,7 +103,7 @@ def _uncaught(
 
 
 def _uncaught_in_thread(before: Callable[[Any], object], raised: threading.ExceptHookArgs) -> None:
-    """Stands in for `threading.excepthook`."""
+    """Replaces `threading.excepthook`."""
     error, watched = raised.exc_value, watch()
     if not isinstance(error, Exception) or watched is None:
         before(raised)
@@ -114,7 +116,7 @@ def _uncaught_in_thread(before: Callable[[Any], object], raised: threading.Excep
 
 
 def _tell(watched: Watch, error: Exception) -> bool:
-    """Tells the other ranks; returns whether this rank prints what has failed."""
+    """Sends an error to the other ranks; returns True if this rank prints the cause."""
     lines, failure = f"{user_lines(error)}{_hint(error)}", failure_of(error)
     if failure.follows:
         watched.has_alarm_soon()  # the rank that is the cause comes first, with its lines
@@ -122,7 +124,7 @@ def _tell(watched: Watch, error: Exception) -> bool:
     is_first = watched.rank == report.reporter
     if is_first and report.kind == "common":
         _print(f"{report.cause}{lines}")
-    # Two ranks may have two mistakes. What is wrong here must not be lost.
+    # Two ranks may have two mistakes. The mistake of this rank must not be lost.
     is_own = not failure.follows and not isinstance(error, PipegradError)
     if is_own and not is_first and report.kind != "common":
         _print(f"rank {watched.rank}, too: {failure.error}")
@@ -130,7 +132,7 @@ def _tell(watched: Watch, error: Exception) -> bool:
 
 
 def _hint(error: Exception) -> str:
-    """Returns a line about what torch cannot know; "" if there is nothing to say."""
+    """Returns a line with advice that torch cannot give; "" if there is none."""
     if _NO_GRAPH not in str(error):
         return ""
     return (
@@ -143,9 +145,9 @@ def _print(words: str) -> None:
 
 
 def user_lines(error: BaseException) -> str:
-    """Returns the lines of the user that led to an error, the innermost last; "" without any.
+    """Returns the lines of the user's code that led to an error, the innermost last; "" if none.
 
-    An error of pipegrad says what is wrong, so the innermost line is enough.
+    For an error of pipegrad the innermost line is enough, because its text describes the mistake.
     """
     frames = [
         frame
@@ -181,15 +183,15 @@ def _is_of_user(hook: object) -> bool:
 
 
 def _end_without_finalization(code: Callable[[], int]) -> None:
-    """Lets this process end behind its exit functions, by itself, with a code.
+    """Ends this process after its exit functions, with a code, and without finalization.
 
-    Groups of gloo with lost connections took 7 s to finalize, and a thread in torch may abort the
-    process then. An excepthook behind this one still runs.
+    Finalizing groups of gloo with lost connections took 7 s, and a thread in torch may abort the
+    process then. An excepthook after this one still runs.
     """
 
     def end() -> None:
         atexit.unregister(end)
-        atexit._run_exitfuncs()  # Python calls what was registered last, first
+        atexit._run_exitfuncs()  # Python calls them in reverse order of registration
         for each in gc.get_objects():  # finalization would write what files of the user still hold
             if type(each) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
                 with suppress(OSError, ValueError):  # it is closed, or its disk is full
@@ -200,7 +202,7 @@ def _end_without_finalization(code: Callable[[], int]) -> None:
 
 
 def _take_requests() -> list[int]:
-    """Returns a list that is not empty when the launcher has asked this process to end."""
+    """Returns a list that gets an item when the launcher sends SIGTERM to this process."""
     asked = list[int]()
 
     def obey(number: int, _frame: FrameType | None) -> None:

@@ -1,15 +1,16 @@
 """Waits that Python can end: no verb waits where only a backend could end the wait.
 
-[Note: waits] gloo never tells a send or receive that is half on its way that its peer has ended,
-and torch's store has no limit of time. No error that is thrown into a thread arrives there. So a
-helper thread waits in C++, and the verb waits for the helper, in Python. It looks a few times a
-second, and raises at its own line when a rank has raised the alarm or its time is over. A helper
-that stays in C++ is left behind. Every wait for another rank is one of these:
+[Note: waits] A helper thread waits in C++, and the verb waits for the helper, in Python. There are
+three reasons: gloo never ends a send or receive that is half on its way when its peer has ended,
+torch's store has no limit of time, and an error that is thrown into a thread does not arrive in
+C++. The verb looks a few times a second, and raises at its line when a rank has raised the alarm or
+its time is over. A helper that stays in C++ is abandoned. Every wait for another rank is one of
+these:
 
-1. Transfers and collectives of the host, the store, and groups that are made: `ended`. A send whose
-   message has arrived is waited for at once.
+1. Transfers and collectives of the host, the store, and groups that are made: `ended`. The wait for
+   a send whose message has arrived needs no helper.
 2. Tasks of a comm stream, whose thread may stay in C++: `Ticket.wait`, whose callers look.
-3. Devices: what a verb enqueues does not block it.
+3. Devices: a verb enqueues kernels, which do not block it.
 4. Torch's own stages and shards wait in C++. The watch closes all connections for them. That ends
    each wait but those for a message that is half on its way.
 """
@@ -35,8 +36,8 @@ class _Helper:
     """A thread that waits in C++ for another one.
 
     Attributes:
-        tasks: What it is to call.
-        outcome: The result and what was raised, when it has called; then `done` is released.
+        tasks: The functions that it calls.
+        outcome: The result, and the error, of the last call; `done` is released after it is set.
     """
 
     def __init__(self) -> None:
@@ -53,14 +54,14 @@ class _Helper:
                 self.outcome = call(), None
             except BaseException as error:  # noqa: BLE001 - raised by the caller
                 self.outcome = None, error
-            del call  # or what it holds would live until the next one
+            del call  # because its objects would live until the next call
             self.done.release()
 
     def come(self, seconds: float) -> None:
         """Waits for the end of a call, at most so long, and looks meanwhile."""
         deadline = time.monotonic() + seconds
         while not self.done.acquire(timeout=_LOOK_SECONDS):
-            if self.outcome is not None:  # just now; or an interrupt came right behind `acquire`
+            if self.outcome is not None:  # just now; or an interrupt came right after `acquire`
                 self.done.acquire(timeout=_LOOK_SECONDS)
                 return
             if time.monotonic() > deadline:
@@ -70,7 +71,7 @@ class _Helper:
 
 
 class PerThread(threading.local):
-    """What a thread knows: whether no verb runs in it, and what waits for it."""
+    """State of a thread: `may_block` if no verb runs in it, and the helper that waits for it."""
 
     may_block = False
     helper: _Helper | None = None
@@ -82,13 +83,13 @@ os.register_at_fork(after_in_child=lambda: setattr(_thread, "helper", None))
 
 
 def look() -> None:
-    """Raises StallError if a rank has raised the alarm: what waits in Python calls it often."""
+    """Raises StallError if a rank has raised the alarm; waits in Python call it often."""
     for each in _looks:
         each()
 
 
 def look_with(function: Callable[[], object]) -> None:
-    """Registers what `look` calls."""
+    """Registers a function that `look` calls."""
     _looks.append(function)
 
 
@@ -100,7 +101,7 @@ def let_block() -> None:
 def ended(call: Callable[[], T], seconds: float = math.inf) -> T:
     """Returns the result of a call that waits in C++; see [Note: waits].
 
-    An interrupt is raised behind the call: nobody could say what half of it has done. A second
+    An interrupt is raised after the call, because the effect of half a call is unknown. A second
     interrupt is raised at once.
 
     Raises:

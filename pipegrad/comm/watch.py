@@ -1,19 +1,19 @@
 """Watch: ends a job on all ranks, with one report, when a rank fails or stays away.
 
-[Note: watch] A thread of each rank sleeps nearly always. A few times a second it looks at what the
-rank is at, at the processes of this machine, and into the key-value store, on a connection of its
-own. It waits some seconds for an answer, and looks on without one.
+[Note: watch] A thread of each rank sleeps nearly always. A few times a second it looks at the
+status of the rank, at the processes of this machine, and into the key-value store, on a separate
+connection. It waits some seconds for an answer, and looks on without one.
 
 1. An activity takes longer than it may, a process of this machine has ended, or the thread of verbs
    calls `fail`: the rank raises the alarm, a key in the store. The first one counts.
 2. All ranks see the alarm within half a second, and each posts its `Record`.
 3. The rank of the alarm waits some seconds for the records, finds the cause in them, and posts the
    report. The rank whose error is the cause shows it, or else the rank of the alarm. A rank that
-   cannot reach the store reports what it knows alone.
+   cannot reach the store reports from its own record alone.
 4. The thread of verbs looks at the alarm in each wait (`waits`), and raises a StallError with the
-   cause. It is never interrupted in code of its user. For waits of torch's own, the connections of
-   this rank are closed. Only `pipegrad train` and `launch` end the process then: another one is its
-   user's.
+   cause. It is never interrupted in code of its user. Waits inside torch end because the
+   connections of this rank are closed. Only `pipegrad train` and `launch` end the process then,
+   because any other process belongs to its user.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
 
 
 class State(IntEnum):
-    """What a watch has come to; it only goes on."""
+    """The state of a watch; it only increases."""
 
-    WATCHING = 0  # nothing has failed, as far as this rank knows
+    WATCHING = 0  # this rank has seen no failure
     ALARM = 1  # a rank has failed
     REPORTED = 2  # the report is there
     TAKEN = 3  # the thread of verbs goes on with it
@@ -73,10 +73,10 @@ class Watch:
     """The watch of this rank under one default process group; see [Note: watch].
 
     Attributes:
-        show: Takes the report, on the rank that shows it; by default it prints it.
+        show: A function that gets the report, on the rank that shows it; prints it by default.
         ends_process: Whether it may end this process, and a process of this machine that ends
             without `leave` raises the alarm.
-        last_verb: What has ended well on this rank; ranks that wait for it read this.
+        last_verb: The last verb that succeeded on this rank; ranks that wait for it read this.
         absent: Warns early of ranks that do not come.
     """
 
@@ -87,8 +87,8 @@ class Watch:
         self._world = ref(dist.group.WORLD)
         # A wait of another thread holds its connection to the store until it ends.
         self._store = store().clone(_REPORT_SECONDS)
-        # A store may outlive a process group, and still have its alarm. So each watch has keys of
-        # its own. All ranks make each watch, so each rank counts alone and has the same number.
+        # Each watch has separate keys, because a store may outlive a process group, and still have
+        # its alarm. All ranks have the same number, because all make each watch.
         life = self._store.count(f"pipegrad/watch/lives/{self.rank}")
         self._prefix = f"pipegrad/watch/{life}"
         self._neighbours = Neighbours(self._store, self._key("process"), self.rank)
@@ -102,10 +102,10 @@ class Watch:
         self._make_report = partial(make_report, reporter=self.rank, draw=self._account.draw)
         self._threads = [_started("watch", self._run)]
 
-    # What the thread of verbs calls.
+    # Calls of the thread of verbs.
 
     def fail(self, error: BaseException, note: str = "", words: str = "") -> FailureReport:
-        """Tells all ranks that this one has failed for good; returns the report of the job.
+        """Raises the alarm for a final failure of this rank; returns the report of the job.
 
         It takes some seconds at most. In the report the note follows the error, if that is the
         cause, and the words follow the cause, if that is another rank.
@@ -130,7 +130,7 @@ class Watch:
 
     @property
     def has_alarm(self) -> bool:
-        """True if a rank has raised the alarm, as far as this rank knows."""
+        """True if a rank has raised the alarm, and this rank has seen it."""
         return State.WATCHING < self._state < State.LEFT
 
     def has_alarm_soon(self) -> bool:
@@ -138,7 +138,7 @@ class Watch:
         return self._comes_to(State.ALARM, 2 * _POLL_SECONDS) and self.has_alarm
 
     def leave(self) -> None:
-        """Ends the watch of this rank: its process may end from now on, and that is no failure."""
+        """Ends the watch of this rank: an end of its process is no failure from now on."""
         with self._moved:
             leaves = self._state is State.WATCHING
             self._go(State.LEFT if leaves else self._state)
@@ -152,7 +152,7 @@ class Watch:
             self._store.set(self._key("left", self.rank), self.last_verb)
 
     def come_to_end(self) -> None:
-        """Tells the other ranks that this process may be ended by its launcher."""
+        """Posts for the other ranks that the launcher may end this process."""
         with suppress(Exception):  # the store may be gone
             self._store.set(self._key("end", self.rank), "")
 
@@ -183,10 +183,10 @@ class Watch:
                 self._go(State.ALARM)
 
     def _take(self, report: FailureReport, *, shows: bool = False) -> None:
-        """Takes the first report for that of the job, and wakes the thread of verbs."""
+        """Stores the first report as the report of the job, and wakes the thread of verbs."""
         with self._moved:
-            # The store may answer late, after this rank has reported alone. The user sees one
-            # report.
+            # The user sees one report, although the store may answer after this rank has reported
+            # alone.
             if self._report.cause:
                 return
             self._report = report
@@ -195,14 +195,14 @@ class Watch:
         report.tell_launcher()
         self._go(State.REPORTED)
 
-    # The thread that talks to the store.
+    # The thread that reads the store.
 
     def _run(self) -> None:
         let_block()
         pause = _QUICK_SECONDS  # a rank may end at once
         while not self._comes_to(State.ALARM, pause):
-            # Whoever keeps the store may have ended because the job is done. If not, waits fail.
-            # Any other error must not end the watch.
+            # No error may end the watch. The process that keeps the store may have ended because
+            # the job is done. If it is not done, waits fail.
             try:
                 pause = self._look()
             except MessageError:
@@ -219,7 +219,7 @@ class Watch:
             self._end()
 
     def _look(self) -> float:
-        """Looks once; returns how long to sleep then."""
+        """Looks once; returns the seconds to sleep then."""
         self._account.look(counts=not self._is_debugged)
         if dist.group.WORLD is not self._world():
             self.leave()  # another default process group has another watch
@@ -239,20 +239,20 @@ class Watch:
         return _POLL_SECONDS if have_come else _QUICK_SECONDS
 
     def _late(self) -> str | None:
-        with suppress(RuntimeError):  # threads of verbs change what it reads
+        with suppress(RuntimeError):  # threads of verbs change the activities during the read
             return None if self._is_debugged else self._account.late()
         return None
 
     def _end(self) -> None:
-        """Ends the waits of torch's own, and the process, if it may."""
+        """Ends the waits inside torch, and the process, if it may."""
         if dist.group.WORLD is not self._world():
-            return  # another default process group has another watch, and groups of its own
+            return  # another default process group has another watch, and other groups
         if self.ends_process:
-            # gloo may wait for a stopped rank when a group is destroyed, and may hold Python's lock
-            # then. So only a thread of C can end the process.
+            # A thread of C ends the process, because gloo may wait for a stopped rank when a group
+            # is destroyed, and may hold Python's lock then.
             faulthandler.dump_traceback_later(3 * _LEAVE_SECONDS, exit=True)
         if not self._comes_to(State.TAKEN, _POLL_SECONDS):
-            # NCCL may block in it. At exit its end is waited for, as that of all threads in torch.
+            # In a thread, because NCCL may block in it. `leave` joins it at exit.
             self._threads.append(_started("watch cut", cut_all))
         if self.ends_process and dist.group.WORLD is self._world():
             time.sleep(_LEAVE_SECONDS * self._comes_to(State.TAKEN, _LEAVE_SECONDS))
@@ -264,17 +264,17 @@ class Watch:
         if self._account.is_debugged:
             self._store.set(key, f"{self.rank} {now}")
             return True
-        # The store is asked only when half of the time is over: most waits end long before, and
-        # cost no message.
+        # Read the store only when half of the time is over, because most waits end long before,
+        # and cost no message then.
         if self._account.late(share=0.5) is None or not self._store.check([key]):
             return False
-        # Whoever has ended in his debugger tells nothing new.
+        # A rank that has ended in its debugger gives no new sign.
         if (sign := self._store.get(key)) != self._sign:
             self._sign, self._sign_since = sign, now
         return now - self._sign_since < _SIGN_SECONDS
 
     def _has_lost_rank(self) -> bool:
-        """Returns True if a rank has ended without `leave`, or without what this one waits for."""
+        """Returns True if a rank has ended without `leave`, or before the verb of this rank."""
         awaited = {*self._account.awaited(2 * _POLL_SECONDS)} - {self.rank}
         for rank in awaited.union(self._neighbours.known if self.ends_process else ()):
             has_ended = rank not in self._left and self._neighbours.state(rank) == "ended"
@@ -283,14 +283,15 @@ class Watch:
                 self._left.update([rank] * has_left)
                 if has_ended and not has_left:
                     return True
-                # A rank that has ended after the verb that this one is in has sent all of its part.
+                # No alarm if that rank has ended after the verb in which this one is, because it
+                # has sent all of its part.
                 is_awaited = has_left and rank in awaited
                 if is_awaited and self._store.text(left) not in self._account.doing:
                     return True
         return False
 
     def _exchange(self) -> None:
-        """Posts what this rank is at; makes the report, or takes it."""
+        """Posts the status of this rank; makes the report, or reads it."""
         first = self._store.set_first(self._key("alarm"), f"{self.rank} {self._alarm}")
         number, _, words = first.decode().partition(" ")
         self._store.set(self._key("state", self.rank), plain.dumps(self._account.record()))
@@ -300,8 +301,8 @@ class Watch:
             records = self._answers()
             silent = {r: self._sign_of(r) for r in range(self._num_ranks) if r not in records}
             report = self._make_report(records, silent, alarm=words)
-            # This thread shows it, if it is not another rank's: the thread of verbs may never come
-            # back. A common error is not shown, since each rank raises it in its own words.
+            # Show it in this thread, because the thread of verbs may never come back. Do not show
+            # a common error, because each rank raises it.
             if report.kind != "common" and report.reporter == self.rank:
                 self._show(report)
             message = report.cause, report.text, report.reporter, report.kind
@@ -325,22 +326,22 @@ class Watch:
                 if self._store.check([key := self._key("state", rank)]):
                     records[rank] = plain.loads(self._store.get(key), Record)
                     silent.remove(rank)
-            # A process that has ended or is stopped will not answer. Some looks later the others
-            # may still, so nobody is given up earlier.
+            # Give up silent ranks only after some looks, and only if all of them have ended or are
+            # stopped, because others may still answer.
             if time.monotonic() > known_by and silent <= self._neighbours.gone():
                 break
             time.sleep(_TICK_SECONDS)
         return records
 
     def _sign_of(self, rank: int) -> str:
-        """Returns in words what is known of a rank that has not answered."""
+        """Returns a description of a rank that has not answered."""
         left = self._key("left", rank)
         if self._store.check([left]):
             return f"{ENDED} {self._store.text(left)}"
         return self._neighbours.sign(rank)
 
     def _report_alone(self, reason: str, *, has_lost_store: bool = False) -> None:
-        """Takes a report of this rank, which cannot reach the others. One of a machine shows it."""
+        """Reports from this rank alone, which cannot reach others. One of a machine shows it."""
         gone = self._neighbours.gone()
         silent = {rank: self._neighbours.sign(rank) for rank in sorted(gone - self._left)}
         is_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -357,7 +358,7 @@ class Watch:
         self._take(report, shows=lower <= gone | {*silent})
 
     def _show(self, report: FailureReport) -> None:
-        with suppress(Exception):  # a report must come to its end, also if nobody can read it
+        with suppress(Exception):  # the exchange must go on, also if the report cannot be printed
             self.show(report)
 
     def _key(self, *parts: object) -> str:
@@ -398,7 +399,7 @@ class Bounded(Activity):
     """An activity that a watch ends if it takes too long. It is part of a verb.
 
     After an alarm of any rank, it raises a StallError with the cause. A lost connection is an
-    alarm: nobody can go on without that rank.
+    alarm, because no rank can go on without the lost one.
     """
 
     __slots__ = ()
@@ -415,10 +416,10 @@ class Bounded(Activity):
         if error is None and self.within_seconds is not None and not self.ranks:
             ours.last_verb = self.what
         if ours.has_alarm:
-            # Also a verb that has ended well: after an alarm other ranks have ended.
+            # Also in a verb that has ended well, because other ranks end after an alarm.
             raise StallError(ours.report().line) from error
         if error is not None and has_lost_connection(error):
-            # A symptom: another rank has ended, or its machine is gone. The watch knows more.
+            # A symptom: another rank has ended, or its machine is gone. The watch finds the cause.
             words = f"Rank {ours.rank} lost the connection in {self.what}"
             raise StallError(ours.fail(error, words=words).line) from error
 
@@ -437,7 +438,7 @@ def _at_exit() -> None:
 
 
 def _print(report: FailureReport) -> None:
-    with suppress(Exception):  # nobody may be there to read it
+    with suppress(Exception):  # stderr may be closed
         print(f"Error: {report.shown}", file=sys.stderr, flush=True)  # noqa: T201
 
 
@@ -451,10 +452,10 @@ _SIGNS = {
 
 
 class Neighbours:
-    """The processes of the other ranks of this machine, which learn of each other in the store.
+    """The processes of the other ranks of this machine; each posts its number in the store.
 
     Attributes:
-        known: Number of a process, and when it began, by rank.
+        known: Number and start time of a process, by rank.
     """
 
     def __init__(self, store: SignedStore, prefix: str, rank: int) -> None:
@@ -467,7 +468,7 @@ class Neighbours:
         self._unread = {*range(first, first + int(num_local or 1))} - {rank}
 
     def learn(self) -> bool:
-        """Reads which processes have come; returns whether all have."""
+        """Reads the processes that have come; returns True if all have."""
         for rank in [r for r in self._unread if self._store.check([f"{self._prefix}/{r}"])]:
             pid, began, machine = self._store.text(f"{self._prefix}/{rank}").split(" ", 2)
             if machine == self._machine != "":
@@ -476,38 +477,38 @@ class Neighbours:
         return not self._unread
 
     def state(self, rank: int) -> str:
-        """Returns ``"ended"``, ``"stopped"``, ``"running"``, or "" if it is not known."""
+        """Returns ``"ended"``, ``"stopped"``, ``"running"``, or "" if the state is unknown."""
         if rank not in self.known:
             return ""
         letter, began = process_state(self.known[rank][0])
         if letter != "?" and (began != self.known[rank][1] or letter in "ZX"):
             return "ended"
-        return "stopped" if letter in "Tt" else "running"  # or nobody can say
+        return "stopped" if letter in "Tt" else "running"  # or unreadable
 
     def gone(self) -> set[int]:
         """Returns the ranks whose processes cannot answer."""
         return {rank for rank in self.known if self.state(rank) in ("ended", "stopped")}
 
     def sign(self, rank: int) -> str:
-        """Returns in words what is known of a process that has not answered."""
+        """Returns a description of a process that has not answered."""
         return _SIGNS[self.state(rank)].format(pid=self.known.get(rank, (0,))[0])
 
 
 def _machine() -> str:
-    """Returns the name of this machine, and where numbers of processes count: in its container."""
+    """Returns the name of this machine, and the namespace of its process numbers."""
     try:
         return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:  # nobody says when a process began
+    except OSError:  # the start of a process cannot be read
         return ""
 
 
 def process_state(pid: int) -> tuple[str, str]:
-    """Returns the state of a process, a letter, and when it began, in ticks; "" if unknown."""
+    """Returns the state of a process, a letter, and its start time, in ticks; "" if unknown."""
     try:
         # The name of the program stands in brackets before, and may have any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return "", ""
-    except OSError:  # nobody knows, such as without a file descriptor
+    except OSError:  # unreadable, for example without a free file descriptor
         return "?", ""
     return fields[0], fields[19]

@@ -1,17 +1,17 @@
 """A bucket's life in a step: gradients accumulate in it, it leaves complete, results come back.
 
-Steps 1 to 4 and 7 of the journey of a gradient in docs/internals.md. Gradients that nobody reduces
-live in buckets, too, which go nowhere.
+Steps 1 to 4 and 7 of the journey of a gradient in docs/internals.md. Gradients without a reduction
+are in buckets too, which are never sent.
 
 [Note: slots] From `begin` to `finish` the gradient of each parameter is its slot in the bucket:
-zeros, to which autograd adds in place, and whoever else computes gradients. So nothing is copied,
-and whether this rank has contributed is the version of the slot. A gradient may be elsewhere when
-the bucket is complete: with ``create_graph=True`` autograd makes a new tensor, a user may set one,
-and another one may have been there before. It is copied then.
+zeros, to which autograd, and any other code that computes gradients, adds in place. Nothing is
+copied, and the version of the slot shows if this rank has contributed. A gradient may be elsewhere
+when the bucket is complete: with ``create_graph=True`` autograd makes a new tensor, a user may set
+one, and another one may have been there before. It is copied then.
 
-Only the announced last backward of a bucket has hooks. Each counts how often its parameter was
-added to. When all have come to what they came to in earlier steps, the bucket leaves at the next
-hook, so that hooks of users behind ours have run.
+Only the announced last backward of a bucket has hooks. Each counts the additions to its parameter.
+When all counts have reached those of earlier steps, the bucket leaves at the next hook, because
+hooks of users, which come after ours, must have run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipegrad.model.dtensor import as_dtensor, is_dtensor, local, redistribute_g
 from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradients, take_gradient
 
 _VERSION = attrgetter("_version")
-_NAMED = 1 << 30  # the count of a gradient that is final by its name: more than any other
+_NAMED = 1 << 30  # count of a gradient that `parameters_final` named; larger than any other
 
 
 class BucketState(Enum):
@@ -50,8 +50,8 @@ class GradientBucket:
 
     Attributes:
         stages: Stages of this rank that add to these gradients.
-        waiting: Those that may still do so in this step.
-        num_early: How many gradients were final before the backward of their stage ended.
+        waiting: Stages that may still add to them in this step.
+        num_early: Count of gradients that were final before the backward of their stage ended.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class GradientBucket:
         self._divisor = 1.0
         self._is_sharded = any(leg.placement.divides_elements for leg in memory.bucket.route)
         self._has_result = any(p.main for p in parameters)
-        # Whether slots are the results, so that nothing is put in place.
+        # True if nothing must be put in place, because slots are the results.
         self._is_plain = all(p.main for p in parameters) and not any(self._main_shards)
         number = len(parameters)
         self._announced: set[int] = set()  # stages whose next backward is the last
         # Additions to each in the last backward, and the most in the steps before. A parameter that
         # was not used so far is expected to be final only when its stage is.
         self._counts, self._expected = [0] * number, [0] * number
-        self._left = [number]  # how many are not final; hooks share these three lists
+        self._left = [number]  # count of gradients that are not final; hooks share these lists
         self._begun: list[int] = []  # versions of the slots when the step began
         self._final: list[int] = []  # and when they were final
         self._absent: list[int] = []
@@ -90,7 +90,7 @@ class GradientBucket:
         self._present: list[torch.Tensor | None] = []  # read last
         self._live = [p.tensor for p in parameters]
         self._has_dtensors = any(map(is_dtensor, self._live))
-        # What `.grad` is in a step: the slots. A DTensor holds its slot.
+        # The slots are `.grad` in a step. A DTensor holds its slot.
         self._gradients = [
             as_dtensor(slot, tensor) if is_dtensor(tensor) else slot
             for slot, tensor in zip(memory.slots, self._live, strict=True)
@@ -98,21 +98,23 @@ class GradientBucket:
         self.remove_hooks()
 
     def connect(self, ready: dict[GradientBucket, None], leave: Callable[[], None]) -> None:
-        """Sets what hooks use, perhaps in a thread of autograd. It does not keep an object alive.
+        """Makes the functions of the hooks, which may run in a thread of autograd.
 
         Args:
             ready: Gets the bucket when its last gradient is final in a backward.
             leave: A bound method; called at the next hook.
         """
-        # The step holds its buckets. Strong references back would be a circle, and hooks and memory
-        # of a GradientSync that nobody holds any more would stay until Python's collector runs.
+        # Use weak references, because the step holds its buckets. Strong ones back would be a
+        # circle: hooks and memory of an unused GradientSync would stay until Python's collector
+        # runs.
         called, on_leave = weakref.ref(self), weakref.WeakMethod(leave)
         # Hooks count in plain lists, without the bucket: each runs for its parameter in each step.
         counts, expected, left = self._counts, self._expected, self._left
 
         def counting(number: int) -> Callable[[nn.Parameter], None]:
             def count(_: nn.Parameter) -> None:
-                # Those that became complete at an earlier hook: hooks of users have run by now.
+                # Send the buckets that became complete at an earlier hook, because hooks of users
+                # have run by now.
                 if ready and (leave := on_leave()) is not None:
                     leave()
                 counts[number] += 1
@@ -128,13 +130,13 @@ class GradientBucket:
 
     def remove_hooks(self) -> None:
         """Removes all hooks."""
-        # They are made when they first run: from then on autograd looks for hooks of the parameter
-        # in each backward.
+        # Make them when they first run, because autograd looks for hooks of the parameter in each
+        # backward from then on.
         self._hooks: list[Hook] = []
         self._taking: list[Hook] = []  # with `main_grad`
 
     def _run(self, hooks: list[Hook], calls: Sequence[Callable[[nn.Parameter], None]]) -> None:
-        """Makes autograd call these, behind all hooks that the parameters have now."""
+        """Makes autograd call these, after all hooks that the parameters have now."""
         if not hooks:
             hooks += map(Hook, self._live)
         for hook, call in zip(hooks, calls, strict=True):
@@ -158,8 +160,8 @@ class GradientBucket:
         self._cleared = set()
         if not any(self._main_shards) and {*map(type, present)} == {type(None)}:
             return
-        # What an optimizer got in the last step, and was not set to None since. It may have been
-        # zeroed in place.
+        # The results of the last step that were not set to None since. They may have been zeroed in
+        # place.
         results = (
             gradient if main_shard is None else main_shard.tensor.grad
             for main_shard, gradient in zip(self._main_shards, present, strict=True)
@@ -170,7 +172,7 @@ class GradientBucket:
             if result is not None
             if self._main_shards[number] is not None or result is self._gradients[number]
         }
-        # To read values blocks the host on a device, once for all.
+        # Read all values at once, because each read blocks the host on a device.
         norms = torch._foreach_norm([*map(local, left.values())], 1) if left else ()
         sizes = torch.stack([*norms]).tolist() if left else []
         # Reversed: the order of the model.
@@ -213,8 +215,8 @@ class GradientBucket:
 
         Sync: on the current stream.
         """
-        # Everything that may refuse the step has run in `check` and `refuse_values`, for all
-        # buckets: this changes gradients.
+        # All errors must come from `check` and `refuse_values`, which have run for all buckets,
+        # because this method changes gradients.
         before, self._divisor = self._divisor, divisor * self._fixed_divisor
         own, slots = self._set_by_user(), self.memory.slots
         self.memory.reset(continuing=continuing)
@@ -228,8 +230,9 @@ class GradientBucket:
                 self._begun[number] = self._versions()[number]
         if own:
             self.memory.copy([local(gradient) for _, gradient in own], [i for i, _ in own])
-        # Now one division at the end is right for the gradients of all steps. One that a user has
-        # set is not divided by the divisor of its step.
+        # Scale, because one division at the end is then right for the gradients of all steps. A
+        # gradient that a user has set is multiplied by the divisor below, because it must not be
+        # divided.
         if continuing and before != self._divisor:
             self.memory.scale(self._divisor / before)
         for number, _ in own if not continuing and divisor != 1 else ():
@@ -247,7 +250,7 @@ class GradientBucket:
         self._counts[:] = [0] * number
         self._left[0] = number
         self._absent = []
-        if self._main_grad is not None:  # they run behind the hooks of users
+        if self._main_grad is not None:  # they run after the hooks of users
             me = weakref.ref(self)
             self._run(self._taking, [partial(_take, me, i) for i in range(number)])
 
@@ -268,7 +271,7 @@ class GradientBucket:
         self._update_last()
 
     def _update_last(self) -> None:
-        """Makes hooks count if no stage adds to these gradients behind the next backward."""
+        """Makes hooks count if no stage adds to these gradients after the next backward."""
         is_last = bool(self.waiting) and self.waiting <= self._announced
         if is_last and self._may_leave_early and self.state is BucketState.OPEN:
             calls = self._calls
@@ -284,8 +287,8 @@ class GradientBucket:
 
         Sync: the current stream must be after everything that wrote them.
         """
-        # Another stage of this rank may still add to these gradients. Then nobody divides or sends
-        # them yet: the last of these stages makes them final.
+        # Another stage of this rank may still add to these gradients. They are not divided or sent
+        # then, because the last of these stages makes them final.
         if self.state is not BucketState.OPEN or self.waiting != {stage}:
             return False
         self.memory.add_stream()
@@ -296,19 +299,19 @@ class GradientBucket:
         return not self._left[0]
 
     def stage_is_final(self, stage: int) -> bool:
-        """Takes a stage out of `waiting`; returns whether the bucket must be filled now.
+        """Removes a stage from `waiting`; returns True if the bucket must be filled now.
 
         Sync: the current stream must be after everything that wrote the stage's gradients.
         """
         self.waiting.discard(stage)
         if not self.waiting:
-            # Once no backward runs: autograd may walk the hooks of a parameter until then.
+            # Only when no backward runs, because autograd may walk the hooks of a parameter.
             self._rest()
         if self.state is not BucketState.OPEN:
             return False
         self.memory.add_stream()
-        # One stage fewer is waited for. So a backward that was announced before may be the last one
-        # of the bucket now, and its hooks must count.
+        # A backward that was announced before may be the last one of the bucket now, because one
+        # stage fewer is waited for. Then its hooks must count.
         self._update_last()
         return not self.waiting
 
@@ -318,7 +321,7 @@ class GradientBucket:
         Raises:
             StepError: If autograd has added to a gradient, and it was set to None.
 
-        Sync: on the current stream, behind all streams that wrote.
+        Sync: on the current stream, after all streams that wrote.
         """
         for number, tensor in enumerate(self._live) if self._main_grad is not None else ():
             if tensor.grad is not None:  # it came without a hook, by torch's split backward
@@ -336,7 +339,7 @@ class GradientBucket:
         self.memory.complete(self._divisor)
 
     def _sorted(self) -> tuple[list[int], list[int]]:
-        """Returns which gradients seem to be absent, and which are not in their slots."""
+        """Returns the gradients that seem to be absent, and those that are not in their slots."""
         absent, elsewhere = list[int](), list[int]()
         present, versions = gradients_of(self._live, self._main_grad), self._versions()
         if all(map(is_, present, self._gradients)) and all(map(ne, versions, self._begun)):
@@ -407,20 +410,20 @@ class GradientBucket:
 
     def _nobody(self) -> Collection[int]:
         """Returns the slots to which no rank contributed. Blocks the host if this rank has some."""
-        # As in one process, a result that was zeroed, and not set to None, stays zeros if no
-        # rank contributed: zeros have travelled.
+        # As in one process, a result that was zeroed, and not set to None, stays zeros if no rank
+        # contributed, because zeros were reduced.
         asked = [i for i in self._absent if i not in self._cleared]
         if not asked or not self._has_result:
             return ()
         if not self.memory.bucket.route and self._main_grad is None:
             return asked
-        # The flags were summed with the gradients. To read them blocks the host, so a rank reads
-        # them for gradients that it lacks itself, and in most steps not at all.
+        # The flags were summed with the gradients. Read them only if this rank lacks gradients,
+        # which is rare, because a read blocks the host.
         contributed = self.memory.contributed()
         return {i for i in asked if not contributed[i]}
 
     def _put_result(self, number: int, *, has_any: bool) -> None:
-        """Puts one result where its placement says."""
+        """Puts one result into its place, which the placement determines."""
         main_shard = self._main_shards[number]
         if self._is_sharded:
             self._set(number, None)
@@ -431,13 +434,13 @@ class GradientBucket:
         has_any = has_any and self.parameters[number].main is not None
         if main_shard is not None:
             main_shard.set_grad(self.memory.result(number) if has_any else None)
-            # Another optimizer might step the parameter with it. In `main_grad` it is left for
-            # users, until the next step.
+            # Not in `.grad`, because another optimizer might step the parameter with it. In
+            # `main_grad` it is left for users, until the next step.
             has_any = has_any and self._main_grad is not None
         self._set(number, self._gradients[number] if has_any else None)
 
     def drop(self) -> None:
-        """Sets all gradients to None, after a failed step: they may not be complete."""
+        """Sets all gradients to None after a failed step, because they may be incomplete."""
         self.state = BucketState.RESTS
         self._rest()
         for number, main_shard in enumerate(self._main_shards):
@@ -453,7 +456,7 @@ class GradientBucket:
         set_gradients([self._live[number]], [gradient], self._main_grad)
 
     def _versions(self) -> list[int]:
-        """Returns how often each slot was written. DTensor counts writes in the whole one."""
+        """Returns the count of writes to each slot. DTensor counts writes in the whole tensor."""
         slots = self.memory.slots
         versions = list(map(_VERSION, slots))
         if self._has_dtensors:

@@ -1,7 +1,7 @@
 """The memory of buckets: several streams write it, a comm stream reduces it.
 
-Steps 1 to 4 of the journey of a gradient (docs/internals.md) write here, step 6 reduces what is
-here, and step 7 reads the results. What happens to the gradients themselves is in bucket.py.
+Steps 1 to 4 of the journey of a gradient (docs/internals.md) write this memory, step 6 reduces it,
+and step 7 reads the results. bucket.py handles the gradients themselves.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class FlatBuffer:
     writers, reads, and calls `release`. All of these are on the current stream of their caller.
     """
 
-    # One event is enough to protect the buffer: the last `release` comes after all earlier uses. So
-    # a writer on any stream waits for this event, and no stream needs a list of the others.
+    # One event is enough to protect the buffer, because the last `release` comes after all earlier
+    # uses. A writer on any stream waits for this event, and no stream needs a list of the others.
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
@@ -61,31 +61,31 @@ class FlatBuffer:
 
     def return_home(self, site: sync_points.Wait) -> None:
         """Makes the stream on which the buffer was allocated wait, like a writer."""
-        # torch's allocator gives freed memory back to the stream of its allocation, without a wait
-        # for the other streams that have used it.
+        # Wait, because torch's allocator gives freed memory back to the stream of its allocation,
+        # without a wait for the other streams that have used it.
         site(self._free, self.device, self._home)
 
 
 class BucketMemory:
     """The memory of one bucket: a slot for each gradient, and a flag for each slot.
 
-    What is reduced is flat, ``(numel,)`` of the wire dtype: first the slots, then the flags. If
-    gradients have another dtype, their slots are memory of their own, which is copied there and
-    back. The memory stays.
+    The reduced memory is flat, ``(numel,)`` of the wire dtype: first the slots, then the flags. If
+    gradients have another dtype, their slots are separate memory, which is copied there and back.
+    The memory stays.
 
     Args:
         bucket: The bucket.
-        device: Of the memory.
+        device: Device of the memory.
         rank: This rank, which has one part after a reduction with SHARD or WHOLE.
         mean: Gradients are divided by this for the means of their reductions.
 
     Attributes:
         bucket: The bucket.
-        slots: Views, in the order of the bucket. Each has a version of its own, which grows with
-            each write into it, but by an address or by this class.
+        slots: Views, in the order of the bucket. Each has a separate version, which grows with each
+            write into it, but not with a write by an address or by this class.
         reduced: The part of the slots that this rank has after all reductions; see [Note: shards].
-        is_apart: Whether gradients have memory of their own.
-        event: A launch must wait for it, if there is one: all slots are written then.
+        is_apart: Whether gradients have separate memory.
+        event: A launch must wait for it, if there is one, because all slots are written then.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class BucketMemory:
         self._rank = rank
         self._mean = mean
         self._divisor = 1.0
-        # On CPU there is none: a task is submitted only after the writes of all threads.
+        # None on CPU, because a task is submitted only after the writes of all threads.
         self.event: torch.Event | None = None
         # Streams that wrote into slots: the keys, in their order.
         self._streams: dict[torch.Stream, None] = {}
@@ -106,9 +106,9 @@ class BucketMemory:
         self._gradients = self._payload
         if self.is_apart:
             self._gradients = torch.zeros(bucket.payload_numel, dtype=bucket.dtype, device=device)
-        self._memory = FlatBuffer(flat)  # behind both: its event stands for all of the memory
-        # `.data` has a version counter of its own. So each slot counts its own writes, and none of
-        # what comm streams write.
+        self._memory = FlatBuffer(flat)  # after both, because its event stands for all memory
+        # `.data`, because it has a separate version counter: each slot counts its own writes, and
+        # no writes of comm streams.
         self.slots = [
             self._gradients.as_strided(slot.shape, slot.stride, slot.offset).data
             for slot in bucket.slots
@@ -124,8 +124,8 @@ class BucketMemory:
         Sync: writes on the current stream, after the last reader of the memory. Writers must wait
         for it.
         """
-        # Step 1 of the journey of a gradient. The collective of the last step may still read on its
-        # comm stream.
+        # Step 1 of the journey of a gradient. Wait, because the collective of the last step may
+        # still read on its comm stream.
         self._streams.clear()
         self._memory.acquire(RESET_FREE)
         if not continuing:
@@ -133,25 +133,26 @@ class BucketMemory:
         self._flags.fill_(1)
 
     def scale(self, factor: float) -> None:
-        """Multiplies what has accumulated. Sync: as `reset`."""
+        """Multiplies the accumulated gradients. Sync: as `reset`."""
         self._gradients.mul_(factor)
 
     def add_stream(self) -> None:
-        """Adds the current stream to those that wrote slots."""
+        """Adds the current stream to the streams that wrote slots."""
         # The event comes when the bucket is complete: one for all gradients of the stream.
         if (stream := sync_points.in_use.current(self.device)) is not None:
             self._streams[stream] = None
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Orders what is written inside behind all streams that wrote.
+        """Orders the writes inside after all streams that wrote.
 
-        Sync: the current stream waits for them, and they for it: what was copied may be freed.
+        Sync: the current stream waits for them, and they wait for it, because copied gradients may
+        be freed.
         """
         current = sync_points.in_use.current(self.device) if self._streams else None
         others = [stream for stream in self._streams if stream != current]
-        # One wait for each stream, not for each gradient: an event covers all that a stream has
-        # done before it.
+        # One wait for each stream, not for each gradient, because an event covers all earlier work
+        # of a stream.
         for stream in others:
             GATHER(WROTE(self.device, stream), self.device)
         yield
@@ -174,17 +175,17 @@ class BucketMemory:
                 torch._foreach_copy_(into, list(gradients))
 
     def lack(self, slots: Sequence[int]) -> None:
-        """Sets the flags of slots that nobody seems to have written: 0, if all values are.
+        """Sets the flags of slots that seem not to be written: 0 if all values of a slot are 0.
 
-        A kernel may write to an address, which no counter shows.
+        It looks at values, because a kernel may write to an address, which no counter shows.
 
-        Sync: as `copy`, behind it. The host does not wait.
+        Sync: as `copy`, after it. The host does not wait.
         """
         for number in slots:
             self._flags[number].copy_(self.slots[number].any())
 
     def zero(self) -> None:
-        """Zeroes all slots and flags: of a step that failed, nothing is sent."""
+        """Zeroes all slots and flags, because no gradient of a failed step may be sent."""
         self._gradients.zero_()
         self._memory.buffer.zero_()
 
@@ -193,11 +194,11 @@ class BucketMemory:
 
         Sync: the current stream must be after all writes.
         """
-        # One event for the whole bucket: whoever completes it has made the current stream wait for
+        # One event for the whole bucket, because the caller has made the current stream wait for
         # all other streams that wrote.
         self._divisor = divisor * self._mean
         if self.is_apart:
-            # Divided while it is copied, in the wider of the two dtypes: it is rounded once.
+            # Divide during the copy, in the wider of the two dtypes, because it is rounded once.
             write(self._payload, self._gradients, self._divisor)
             self._divisor = 1.0
         if not self.bucket.route:
@@ -213,11 +214,11 @@ class BucketMemory:
             self._payload.div_(self._divisor)
 
     def end_reduction(self, step: int, divisor: int) -> None:
-        """Ends a reduction: divides what this rank has then, its part.
+        """Ends a reduction: divides this rank's part.
 
         Args:
             step: The number of the reduction.
-            divisor: 1 if there is nothing to divide.
+            divisor: The divisor; 1 for no division.
 
         Sync: on the current stream, a comm stream.
         """
@@ -225,7 +226,7 @@ class BucketMemory:
             self.part(step + 1).div_(divisor)
 
     def end_step(self) -> None:
-        """Ends the reductions of a step: slots have the results that this rank has.
+        """Ends the reductions of a step: this rank's results are in the slots.
 
         Sync: on the current stream, after all reductions.
         """
@@ -240,7 +241,7 @@ class BucketMemory:
         self._memory.release(RELEASED)
 
     def contributed(self) -> list[bool]:
-        """Returns for each slot whether any rank has a gradient. Blocks the host."""
+        """Returns a bool for each slot: True if any rank has a gradient. Blocks the host."""
         return [flag != 0 for flag in self._contributed.tolist()]
 
     def shard(self, number: int, begin: int, end: int) -> torch.Tensor:

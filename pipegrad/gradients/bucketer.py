@@ -31,13 +31,13 @@ class Bucketer:
     """Collects the inputs of many sums, and reduces them in few collectives.
 
     Inputs of one kind of sum, dtype, device and group share a bucket. It is sent when it is full,
-    when the next input does not fit, or in `flush`; a larger input at once, alone. All ranks of a
-    group must make the same calls. Until `flush`, no other code may use a group.
+    when the next input does not fit, or in `flush`; a larger input is sent at once, alone. All
+    ranks of a group must make the same calls. Until `flush`, no other code may use a group.
 
     Callbacks run in your thread, in the order of buckets and of calls, in the call that sends their
     bucket. A callback may add inputs, equally many on all ranks. If it raises, its call raises, and
-    the next call runs the callbacks behind it. The bits of a reduce_scatter on gloo do not depend
-    on the capacity; those of other sums may.
+    the next call runs the callbacks after it. The bits of a reduce_scatter on gloo do not depend
+    on the capacity; the bits of other sums may.
 
     Args:
         capacity_bytes: Bytes of a bucket, with its inputs for all ranks. With 0 every call is a
@@ -90,7 +90,7 @@ class Bucketer:
         Raises:
             ReduceError: If a collective failed. Then this Bucketer can only be released.
             StepError: If a callback calls it.
-            Exception: The error of a callback. Call it again for the callbacks behind that one.
+            Exception: The error of a callback. Call `flush` again to run the callbacks after it.
         """
         self._refuse_broken()
         if self._is_running:
@@ -141,7 +141,7 @@ class Bucketer:
         self._run_callbacks()
 
     def _send(self, key: Key) -> None:
-        """Reduces a bucket, whose memory is free then; of one larger than the capacity it goes."""
+        """Reduces a bucket, and reuses its memory; frees it if it exceeds the capacity."""
         kind, dtype, device, group, _ = key
         bucket = self._buckets[key]
         rows = bucket.rows[:, : bucket.numel].unbind()
@@ -151,7 +151,7 @@ class Bucketer:
             elif bucket.numel:
                 collectives.reduce_scatter(rows[dist.get_rank(group)], rows, group)
         except BaseException as error:
-            # Of an interrupt, too: nobody knows which of its sums are complete.
+            # Also after an interrupt, because it is unknown which sums are complete.
             failed = (
                 f"{kind} of {sum(row.nbytes for row in rows)} bytes of {dtype} on {device} over "
                 f"ranks {dist.get_process_group_ranks(group)} failed: {in_words(error)}"

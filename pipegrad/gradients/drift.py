@@ -35,25 +35,25 @@ def make_equal(packs: Sequence[Pack], parameters: Parameters, groups: Groups) ->
 
     Sync: on the current stream. One broadcast for each reduction of a pack, of a flat copy.
     """
-    # Each broadcast starts at the owner of one reduction. Along a route, the owner of a later
-    # reduction already has the values of the owners before it, so all ranks end with the same bits.
+    # Each broadcast starts at the owner of one reduction. All ranks end with the same bits, because
+    # the owner of a later reduction on a route already has the values of the owners before it.
     for route, keys in packs:
         tensors = [local(parameters[key].tensor).detach() for key in keys]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         for step in route:
-            # Bytes can be sent on every backend. Some backends lack other dtypes.
+            # Send bytes, because some backends lack other dtypes.
             group = groups.of(step.ranks, 0)
             with Activity("the values of all copies", step.ranks):
                 broadcast(flat.view(torch.uint8), step.owner, group)
         for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
-        del flat, values  # otherwise two copies would exist at a time
+        del flat, values  # because two copies would otherwise exist at a time
 
 
 def is_compared(number: int, every: int) -> bool:
     """True if copies are compared in a step: 2, 4, 8 and so on, and then every `every` steps."""
-    # A mistake in a program makes copies differ in its first steps, so comparisons are frequent
-    # there. Later they look for what happens once in a long run.
+    # Compare often in the first steps, because a mistake in a program makes copies differ there.
+    # Later comparisons look for rare events of a long run.
     is_early = 1 < number < every and number & (number - 1) == 0
     return every > 0 and (is_early or number % every == 0)
 
@@ -66,11 +66,11 @@ class DriftCheck:
 
     Args:
         packs: This rank's parameters by route, in the order of all ranks.
-        parameters: Of this rank, by key.
+        parameters: This rank's parameters, by key.
         with_main: Keys of the parameters that have master copies, the same on all ranks.
-        groups: The communicators; those of comm stream 0 are used.
+        groups: The communicators; comm stream 0's are used.
         ranks: All ranks.
-        agree_seconds: How long the ranks wait for each other if copies differ.
+        agree_seconds: Timeout of ranks that wait for each other if copies differ.
         every: Steps between two comparisons; see `is_compared`.
     """
 
@@ -115,15 +115,15 @@ class DriftCheck:
         self._is_wanted = self._every > 0
 
     def count(self, step: int) -> bool:
-        """Counts a step that reduces; returns whether all ranks compare copies in it.
+        """Counts a step that reduces; returns True if all ranks compare copies in it.
 
         All ranks have the same count, with the steps that failed. The second call for a step counts
         nothing and returns False.
         """
         if self._groups.world is None or step == self._last_step:
             return False
-        # Two callers count a step: `finish`, and `abort` where it fails behind that. Counted twice,
-        # this rank would compare in another step than the others.
+        # Count a step once, because this rank would otherwise compare in another step than the
+        # others. Two callers count it: `finish`, and `abort` if the step fails after that.
         self._last_step = step
         self._num_steps += 1
         is_wanted, self._is_wanted = self._is_wanted, False
@@ -140,8 +140,8 @@ class DriftCheck:
         held = {name for names in self._over.values() for name in names}
         sums = {name: checksum(self._tensor(name)) for name in held}
         differing = self._differing(sums)
-        # Other ranks may hold none of the parameters that differ. They must raise too, so all ranks
-        # reduce a flag first.
+        # Reduce a flag first, because all ranks must raise, and other ranks may hold none of the
+        # parameters that differ.
         number = self._first + self._num_steps
         if not self._groups.is_anywhere(bool(differing)):
             self._last_equal = number
@@ -164,15 +164,15 @@ class DriftCheck:
         return local(parameter.tensor) if main is None else main.tensor
 
     def _differing(self, sums: Mapping[Name, torch.Tensor]) -> list[Name]:
-        """Returns the copies that differ over the ranks of a reduction, the same on all of these.
+        """Returns the copies that differ over the ranks of a reduction, equal on these ranks.
 
         Sync: on the current stream; one all-reduce over each set of ranks. The host waits for it.
         """
         differing: list[Name] = []
-        # All ranks go through the sets of ranks in one order, so they cannot wait in a circle.
+        # Sort, because ranks that go through the sets in one order cannot wait in a circle.
         for ranks, names in sorted(self._over.items()):
-            # The maximum of the complements is the complement of the minimum. So one reduction
-            # compares any number of copies: they are equal if maximum and minimum are.
+            # One reduction compares any number of copies, because the maximum of the complements is
+            # the complement of the minimum: copies are equal if maximum and minimum are.
             values = torch.cat([sums[name] for name in names])
             table = torch.stack([values, ~values])
             with Activity("the checksums of all copies", ranks):
@@ -184,7 +184,7 @@ class DriftCheck:
     def _odd_copies(
         self, differing: Sequence[Name], sums: Mapping[Name, torch.Tensor]
     ) -> list[str]:
-        """Returns which copies differ from which, in words, the same on all ranks."""
+        """Returns a description of each set of copies that differ, equal on all ranks."""
         ranks, seconds = self._ranks, self._agree_seconds
         names = agree("check_replicas", lambda: differing, ranks=ranks, timeout_seconds=seconds)
         wanted = sorted({name for reply in names for name in reply})
@@ -203,9 +203,9 @@ class DriftCheck:
 
 
 def odd_copies(name: Name, facts: Mapping[int, Facts]) -> Iterator[str]:
-    """Yields in words the sets of copies that differ: one for each set that must be equal. Pure.
+    """Yields a description of each set of copies that must be equal and differ. Pure.
 
-    If more than half of the copies of a set are equal, the words name the ranks of the others.
+    If more than half of the copies of a set are equal, it names the ranks of the others.
     """
     key, is_main = name
     what = f"the master copy of {key!r}" if is_main else repr(key)
@@ -221,8 +221,8 @@ def odd_copies(name: Name, facts: Mapping[int, Facts]) -> Iterator[str]:
 
 def _linked(facts: Mapping[int, Facts]) -> list[list[int]]:
     """Returns the ranks that are linked by any groups, each set once and ascending."""
-    # A tied parameter of replicas is equal over the holders of the tie, and over the replicas. No
-    # single group has all of its copies.
+    # Join groups, because no single group has all copies of a tied parameter of replicas: it is
+    # equal over the holders of the tie, and over the replicas.
     linked: list[set[int]] = []
     for group in {group for _, groups in facts.values() for group in groups}:
         joined = [each for each in linked if not each.isdisjoint(group)]
@@ -236,24 +236,21 @@ _BLOCK = 1024  # words
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an int64 sum ``(1,)`` over the bits. It reads the tensor once.
+    """Returns an int64 sum ``(1,)`` over the bits of a tensor of any dtype. It reads it once.
 
-    A change of any single word of 8 bytes changes it, so any single bit does. An exchange of
-    elements in one block of 8 KiB may leave it.
-
-    Args:
-        tensor: Of any dtype and shape.
+    A change of any single word of 8 bytes, and so of any single bit, changes the sum. An exchange
+    of elements in one block of 8 KiB may leave it.
     """
-    # Integers, so that the order of additions does not matter. Sums wrap around modulo 2^64. All
-    # weights are odd, so the product of a change and a weight is never a multiple of 2^64.
+    # Integers, because the order of additions must not matter. Sums wrap around modulo 2^64. The
+    # product of a change and a weight is never a multiple of 2^64, because all weights are odd.
     flat = bytes_of(tensor)
     if flat.storage_offset() % _WORD_BYTES:  # a view of another tensor; words must begin at words
         flat = flat.clone()
     num_blocks = flat.numel() // (_WORD_BYTES * _BLOCK)
     end = num_blocks * _WORD_BYTES * _BLOCK
     rest = nn.functional.pad(flat[end:], (0, -flat.numel() % _WORD_BYTES)).view(torch.int64)
-    # A weight for each word would be a second tensor as large as the first. So blocks have weights,
-    # and the words of a block are summed.
+    # Blocks have weights, and the words of a block are summed, because a weight for each word would
+    # be a second tensor as large as the first.
     blocks = flat[:end].view(torch.int64).view(num_blocks, _BLOCK).sum(1)
     weights = torch.arange(3, 2 * num_blocks + 3, 2, device=flat.device)
     return ((blocks * weights).sum() + rest.sum()).reshape(1)

@@ -18,14 +18,14 @@ from pipegrad.model.dtensor import local
 class GradScaler(torch.amp.GradScaler):
     """torch's GradScaler for a model that is cut over ranks.
 
-    Each rank has the gradients of its own parameters, or shards of them. An overflow may be in the
-    gradients of only one rank. torch's scaler would skip the step on that rank, and make it on
-    others. This scaler decides once for all ranks: if a gradient overflows anywhere, all ranks skip
-    the step. So the scale is the same on all ranks, too. All ranks construct it, and step the same
-    optimizers in the same order.
+    This scaler decides once for all ranks: if a gradient overflows on any rank, all ranks skip the
+    step, and all keep the same scale. torch's scaler would skip the step on one rank and make it on
+    others, because each rank has only the gradients of its parameters, or shards of them. All ranks
+    construct it, and step the same optimizers in the same order.
 
-    A `Scheduler` scales by itself: it begins backward with the scale. So `StepResult.loss` is the
-    loss itself. A ``loss_fn`` that returns ``scaler.scale(loss)`` is not scaled once more::
+    A `Scheduler` scales automatically. `StepResult.loss` is not scaled, because the Scheduler
+    begins backward with the scale. A ``loss_fn`` that returns ``scaler.scale(loss)`` is not scaled
+    once more::
 
         optimizer = scheduler.optimizer(torch.optim.AdamW, lr=1e-3)
         scaler = pipegrad.GradScaler(scheduler.sync)
@@ -36,25 +36,25 @@ class GradScaler(torch.amp.GradScaler):
             scaler.update()
             optimizer.zero_grad()
 
-    In a loop of your own call ``scaler.scale(loss).backward()``; with `attach` return
-    ``scaler.scale(loss)`` from the schedule's loss. Call `finish` before the verbs below.
+    In your own loop call ``scaler.scale(loss).backward()``; with `attach` return
+    ``scaler.scale(loss)`` from the schedule's loss. Call `finish` before the methods below.
 
     `GradientSync.clip_grad_norm_` calls `unscale_` first, with the optimizer that `sync.optimizer`
     made last, unless you have called it in this step. Call it yourself to read or change unscaled
     gradients before clipping. If you made your optimizers yourself, call it for each of them.
     Without clipping, `step` unscales.
 
-    fp16 parameters need ``master_dtype=torch.float32``: as torch's, it unscales no fp16 gradients.
-    A GradientSync has one scaler, the last one that was made for it.
+    fp16 parameters need ``master_dtype=torch.float32``, because this scaler, like torch's, unscales
+    no fp16 gradients. A GradientSync has one scaler, the last one that was made for it.
 
     Args:
-        sync: Whose gradients are scaled.
-        **options: Those of torch's GradScaler: ``init_scale``, ``growth_factor``,
+        sync: The GradientSync with the gradients.
+        **options: Options of torch's GradScaler: ``init_scale``, ``growth_factor``,
             ``backoff_factor``, ``growth_interval``, ``enabled``. The same on all ranks.
 
     Attributes:
-        is_scaled: Whether a loss was scaled since `update`, as far as this rank knows. Then the
-            step of an optimizer without the scaler is refused.
+        is_scaled: Whether a loss was scaled on this rank since `update`. Then the step of an
+            optimizer without the scaler raises StepError.
         is_stepping: Whether `step` runs.
 
     Sync: `unscale_`, or `step` without it, sends one all-reduce of a few numbers, on the current
@@ -75,12 +75,13 @@ class GradScaler(torch.amp.GradScaler):
         self._sync = sync
         self.is_scaled = False
         self._has_caller_scaled = False  # whether that was by `scale`, inside of a step
-        # Of the gradients of one step: whether any rank has unscaled some of the sync's, and the
-        # ids of this rank's main parameters whose gradients are unscaled.
+        # For the gradients of one step: True if any rank has unscaled some of the sync's gradients,
+        # and the ids of this rank's main parameters whose gradients are unscaled.
         self._is_unscaled = False
         self._unscaled: set[int] = set()
         self.is_stepping = False
-        # torch makes its scale tensor with the first loss, and most ranks have no loss.
+        # Scale a dummy loss, because torch makes its scale tensor with the first loss, and most
+        # ranks have no loss.
         super().scale(torch.zeros((), device=sync.device))
         sync.scale_by(self)
 
@@ -107,9 +108,9 @@ class GradScaler(torch.amp.GradScaler):
         """Called when the gradients of a step are in place: they are scaled."""
         self._is_unscaled = False
         self._unscaled.clear()
-        # torch forgets in `update` alone, so gradients of a step that was left out would count as
-        # unscaled in all later steps. It remembers who has made a step: then `update` was
-        # forgotten, and it says so.
+        # Clear torch's states, because torch does so in `update` alone: gradients of a step that
+        # was left out would count as unscaled in all later steps. Keep the states of optimizers
+        # that have stepped, because torch then raises an error about a missing `update`.
         states = self._per_optimizer_states
         for key in [key for key, each in states.items() if each["stage"] != OptState.STEPPED]:
             del states[key]
@@ -118,7 +119,7 @@ class GradScaler(torch.amp.GradScaler):
         """The first pass of clipping: `unscale_`, unless some optimizer of the sync is unscaled.
 
         Args:
-            optimizer: Of the GradientSync. None is refused on all ranks.
+            optimizer: The optimizer of the GradientSync. None raises StepError on all ranks.
         """
         if self._is_unscaled:
             return
@@ -148,7 +149,8 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         finally:
             self.is_stepping = False
-            # A step that fails leaves these, and torch multiplies the next scale by the old one.
+            # A step that fails leaves these. Remove them, because torch would multiply the next
+            # scale by the old one.
             for name in ("grad_scale", "found_inf"):
                 vars(optimizer).pop(name, None)
 
@@ -164,10 +166,13 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscales, and returns whether any rank has an overflow. torch then skips the step."""
+        """Unscales, and returns a flag that is 1.0 if any rank has an overflow.
+
+        torch then skips the step.
+        """
         tensors = [t for group in optimizer.param_groups for t in group["params"]]
         own = {id(main.tensor) for main in self._sync.main_parameters()} & {*map(id, tensors)}
-        # Of a DTensor this rank's part: torch would reduce overflows over its mesh.
+        # Only this rank's part of a DTensor, because torch would reduce overflows over its mesh.
         gradients = [local(t.grad) for t in tensors if t.grad is not None]
         overflow, error = torch.zeros((), device=self._sync.device), None
         # An error on one rank must not leave the others in a collective.
@@ -184,8 +189,8 @@ class GradScaler(torch.amp.GradScaler):
                 overflow = torch.maximum(overflow, each.to(overflow.device))
         except Exception as caught:  # noqa: BLE001 - all ranks raise it, below
             error = caught
-        # Without `allow_fp16` torch unscales. With it, torch only looks, and a fused optimizer
-        # unscales in its step.
+        # Without `allow_fp16` torch unscales. With it, torch only looks for overflows, and a fused
+        # optimizer unscales in its step.
         anywhere = self._decide(overflow, error, is_own=bool(own) and not allow_fp16)
         return {anywhere.device: anywhere}
 
@@ -214,14 +219,14 @@ class GradScaler(torch.amp.GradScaler):
         """Returns 1.0 if any rank has an overflow, else 0.0; raises an error on all ranks.
 
         Args:
-            overflow: Of this rank, a scalar.
-            error: Of this rank.
+            overflow: This rank's flag, a scalar.
+            error: This rank's error.
             is_own: Whether this rank has unscaled gradients of the sync.
 
         Sync: on the current stream; one all-reduce. The host waits for it.
         """
-        # Everything travels in one message. The scale is in it, because ranks whose scales differ
-        # would train another model than one process, and nobody would notice.
+        # All numbers are in one message. The scale is in it, because ranks whose scales differ
+        # would silently train another model than one process.
         assert self._scale is not None
         flags = [error is not None, self.is_scaled, is_own]
         numbers = torch.stack([self._scale, overflow])
@@ -229,7 +234,7 @@ class GradScaler(torch.amp.GradScaler):
         failed, scaled, own, scales, _ = zip(*rows.tolist(), strict=True)
         ranks = sorted(self._sync.topology.ranks)
         if any(failed):
-            # Words do not fit into a message of a few numbers: they go through the store.
+            # Send texts through the store, because they do not fit into a message of a few numbers.
             message = "" if error is None else in_words(error)
             replies = agree("unscale_", lambda: message, ranks=ranks)
             words = {rank: text for rank, text in zip(ranks, replies, strict=True) if text}

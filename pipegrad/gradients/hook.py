@@ -12,11 +12,11 @@ from pipegrad.interop.private import accumulate_hooks
 class Hook:
     """A hook of ours on one parameter. It rests until `run`, without any cost.
 
-    torch has the hooks of a parameter in a dictionary, and calls what is in it, in its order.
+    torch has the hooks of a parameter in a dictionary, and calls its values, in its order.
     """
 
-    # The garbage collector does not see that a parameter holds its hooks. So what is called may
-    # hold neither the parameter nor its bucket.
+    # A function that is called may hold neither the parameter nor its bucket, because the garbage
+    # collector does not see that a parameter holds its hooks.
 
     def __init__(self, parameter: nn.Parameter) -> None:
         handle = parameter.register_post_accumulate_grad_hook(_nothing)
@@ -25,7 +25,7 @@ class Hook:
         self.rest()
 
     def run(self, call: Callable[[nn.Parameter], None]) -> None:
-        """Makes autograd call this behind all hooks that the parameter has now."""
+        """Makes autograd call this after all hooks that the parameter has now."""
         self.hooks.pop(self.number, None)
         self.hooks[self.number] = call
 

@@ -1,9 +1,9 @@
 """Loose leaves: tensors that get a gradient, and that no stage's module holds.
 
-[Note: loose leaves] A loss may have parameters of its own, and a module may keep a tensor or a
-layer in a list. Nobody divides or reduces their gradients, so they are refused. Nobody declares
-them: they are looked for in autograd's graphs, in each loss, and in whole stages in the steps 1, 2,
-4, 8 and so on.
+[Note: loose leaves] A loss may have parameters, and a module may keep a tensor or a layer in a
+list. They raise an error, because no code divides or reduces their gradients. Autograd's graphs are
+searched for them, because no user declares them: in each loss, and in whole stages in the steps 1,
+2, 4, 8 and so on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LooseLeaves:
     """Refuses loose leaves; see [Note: loose leaves].
 
     Args:
-        sync: Knows the parameters that the ranks agreed on.
+        sync: Has the parameters that the ranks agreed on.
         modules: Stage -> module, for the stages of this rank.
     """
 
@@ -59,13 +59,14 @@ class LooseLeaves:
 
         Args:
             stage: The stage.
-            microbatches: Those whose backward begins here.
+            microbatches: Microbatches whose backward begins here.
             roots: The results, or their gradient edges.
             passed: The arguments; a search ends at each.
         """
         if stage in self._unseen:
             return
-        # Tensors of other classes may compute when they are asked for a graph, as logits of a cut.
+        # Only plain tensors, because others may compute when their graph is read, as logits of a
+        # cut do.
         ends = (x for x in passed if isinstance(x, Tensor))
         for leaf in _leaves(roots, [x for x in ends if type(x) in (Tensor, nn.Parameter)]):
             if self._is_parameter(leaf):
@@ -74,11 +75,11 @@ class LooseLeaves:
             seen_in.update(microbatches)
 
     def refuse(self, num_microbatches: int) -> None:
-        """Refuses what was seen.
+        """Refuses the leaves that were seen.
 
         Args:
-            num_microbatches: A leaf that the first and the last one do not share is made in
-                forward, and is theirs alone.
+            num_microbatches: Count of microbatches. A leaf that the first and the last one do not
+                share is allowed, because forward makes it.
 
         Raises:
             StepError: Names the stage, and the shape.

@@ -1,4 +1,4 @@
-"""Main parameters: what an optimizer steps. Parameters, shards of them, or master copies.
+"""Main parameters: the tensors that an optimizer steps: parameters, shards, or master copies.
 
 Step 8 of the journey of a gradient in docs/internals.md. In a checkpoint their state is under names
 of the uncut model, the state of a shard as a `Chunk`.
@@ -54,22 +54,22 @@ def has_main_shard(
     record: ParameterRecord, main_grad: MainGrad | None, master_dtype: torch.dtype | None
 ) -> bool:
     """True if the optimizer steps another tensor than the parameter, even without SHARD."""
-    # It does for a master copy. It also does for gradients in `main_grad`: an optimizer looks only
-    # in ``.grad``, so the main shard has the gradient there.
+    # It does for a master copy. It also does for gradients in `main_grad`, because an optimizer
+    # reads only ``.grad``: the main shard has the gradient there.
     return main_grad is not None or master_dtype_of(record, master_dtype) != record.dtype
 
 
 @dataclass(eq=False)
 class MainParameter:
-    """What the optimizer of this rank steps for one parameter: itself, a shard of it, or a copy.
+    """The tensor that the optimizer of this rank steps for one parameter.
 
     Attributes:
         record: The parameter.
         tensor: The parameter itself. With SHARD a flat tensor of its elements from `begin` on, in
             the order of memory. With a master dtype a copy.
-        begin: 0 unless sharded.
+        begin: Index of the first element; 0 unless sharded.
         sharded: Whether it is a shard.
-        stride: Of the whole parameter in memory, if it is sharded.
+        stride: Stride of the whole parameter in memory, if it is sharded.
         source: The memory of the parameter, or of the shard, if `tensor` is not the parameter.
     """
 
@@ -87,7 +87,7 @@ class MainParameter:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient that the optimizer uses; of a DTensor this rank's part."""
+        """The gradient that the optimizer uses; for a DTensor, this rank's part."""
         gradient = self.tensor.grad
         return None if gradient is None else local(gradient)
 
@@ -96,8 +96,8 @@ class MainParameter:
 
         Sync: on the current stream.
         """
-        # An optimizer may have the tensor, so it stays one object. `.data` counts its own versions:
-        # neither a write of one of them nor of a parameter sync is a write of the others.
+        # Keep the object, because an optimizer may have it. Set `.data`, because it counts its own
+        # versions: a write to one tensor, or of a parameter sync, is no write to the others.
         self.source = source.data
         self.tensor.data = self.source.to(self.tensor.dtype)
 
@@ -111,7 +111,7 @@ class MainParameter:
 
     def set_grad(self, gradient: Tensor | None) -> None:
         """Sets ``.grad`` of `tensor`, in the dtype that the optimizer needs."""
-        # A gradient of that dtype is not copied: `.grad` is a view of the bucket.
+        # A gradient of that dtype is not copied, because `.grad` is then a view of the bucket.
         self.tensor.grad = (
             None if gradient is None else gradient.detach().to(self.tensor.grad_dtype)
         )
@@ -121,8 +121,8 @@ def group_keys(
     records: Iterable[ParameterRecord], group_of: GroupOf | None
 ) -> list[tuple[dict[str, Any], list[str]]]:
     """Returns the options and the keys of each parameter group: one for each set of options."""
-    # Groups come from the records of all ranks, so all ranks have the same groups in the same
-    # order, some of them empty. A learning-rate schedule and a checkpoint need this.
+    # Use the records of all ranks, because all ranks must have the same groups in the same order,
+    # some of them empty. A learning-rate schedule and a checkpoint need this.
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for record in records:
         options = dict(group_of(record)) if group_of is not None else {}
@@ -171,8 +171,8 @@ def refuse_unless_elementwise(
 def uncut_names(records: Sequence[ParameterRecord]) -> dict[str, str]:
     """Returns key -> name in the uncut model.
 
-    If several stages use one name for parameters that are not tied, there is no such name. Then it
-    is the key, such as ``"1.weight"``.
+    If several stages use one name for parameters that are not tied, the name is the key, such as
+    ``"1.weight"``.
     """
     names = {record.key: record.key.partition(".")[2] for record in records}
     counts = Counter(names.values())
@@ -198,12 +198,12 @@ class Locations:
         Args:
             key: The parameter; None for a buffer, which no reduction makes equal.
         """
-        # Replicas of the data count as one parameter, even if no reduction makes them equal.
-        # Experts are the exception: each data rank may hold other experts. So are replicas that
-        # train alone: each has its own parameters, and its own state of the optimizer.
+        # Replicas of the data count as one parameter, even if no reduction makes them equal. There
+        # are two exceptions: experts, because each data rank may hold others, and replicas that
+        # train alone, because each has separate parameters and a separate state of the optimizer.
         replicated = set[str]()
         if key is None or (key not in self._divisors and not self._independent):
-            # A buffer may be that of an expert.
+            # A buffer may belong to an expert.
             experts = [self._axes_apart(expert) for expert in self._divisors] if key is None else []
             replicated = {*self._view.data_axes}.difference(*experts)
         apart = [
@@ -237,16 +237,16 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in a tensor
 class Chunk(Tensor):
     """Some boxes of a whole tensor; of a flat one, elements ``begin:begin + local.numel()``.
 
-    It is a tensor of the whole size without memory of that size. torch.distributed.checkpoint calls
-    the three methods below, which DTensor has too. They return only the elements of this rank. So a
-    checkpoint can be read in other chunks than it was written.
+    It is a tensor of the whole size without memory of that size. A checkpoint can be read in other
+    chunks than it was written, because torch.distributed.checkpoint calls the three methods below,
+    which DTensor has too. They return only the elements of this rank.
 
-    It can be copied and moved to another device. It has no other values than `local`, so nothing
-    else can be computed with it.
+    It can be copied and moved to another device. No other computation is possible, because it has
+    no values except `local`.
 
     Attributes:
         local: The elements of this rank, flat and contiguous, box by box.
-        boxes: Where they lie in the whole tensor. Boxes do not overlap.
+        boxes: Positions of these elements in the whole tensor. Boxes do not overlap.
     """
 
     local: Tensor
@@ -260,7 +260,7 @@ class Chunk(Tensor):
     @staticmethod
     def in_boxes(local: Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> Chunk:
         """Returns boxes of a tensor of a shape; `local` has their elements, box by box."""
-        # One element, expanded: it has the whole size and needs no memory.
+        # One element, expanded, because it has the whole size and needs no memory.
         whole = torch.empty((), dtype=local.dtype, device=local.device).expand(*shape)
         shard = whole.as_subclass(Chunk)
         shard.local, shard.boxes = local, tuple(boxes)
@@ -270,14 +270,15 @@ class Chunk(Tensor):
         """Returns the same boxes with other elements."""
         return Chunk.in_boxes(local, self.size(), self.boxes)
 
-    # torch.distributed.checkpoint takes long to import. If it calls these, it is imported.
+    # Import torch.distributed.checkpoint inside of these, because the import takes long. If it
+    # calls them, it is imported already.
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         properties = TensorProperties.create_from_tensor(self.local)
-        # The offset is part of the index, so torch finds the chunks of all ranks under one name.
+        # The offset is part of the index, because torch then finds all ranks' chunks by one name.
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -325,5 +326,5 @@ class Chunk(Tensor):
 
 _COPIES = {Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.to, Tensor.__deepcopy__}
 
-# torch.load reads only classes that it knows.
+# torch.load reads only classes that are registered.
 torch.serialization.add_safe_globals([Chunk])

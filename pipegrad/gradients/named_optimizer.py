@@ -1,6 +1,6 @@
 """An optimizer of main parameters, whose state has names of the uncut model.
 
-It may be several: Muon for matrices, say, and AdamW for everything else.
+It may consist of several, for example Muon for matrices, and AdamW for everything else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Steps = Literal["everything", "matrices", "others"]
 
 MASTER = "master"  # the name of a master copy, among the state of its parameter
-# What to do if Muon gets a parameter that has not two dimensions.
+# The advice for a parameter of Muon that does not have two dimensions.
 _ADVICE: dict[Steps, str] = {
     "everything": "let another optimizer step what is no matrix, others=torch.optim.AdamW",
     "matrices": (
@@ -50,13 +50,13 @@ _ADVICE: dict[Steps, str] = {
 
 @dataclass(frozen=True)
 class Part:
-    """An optimizer to be made, and what it steps.
+    """An optimizer to be made, and its parameters.
 
     Attributes:
-        kind: Takes parameter groups and `options`.
-        options: For `kind`.
+        kind: A class or function of parameter groups and `options`.
+        options: Arguments of `kind`.
         records: Its parameters, of all ranks.
-        steps: What they are. ``"matrices"`` and ``"others"`` are parts of one optimizer.
+        steps: Kind of the parameters. ``"matrices"`` and ``"others"`` are parts of one optimizer.
     """
 
     kind: Callable[..., torch.optim.Optimizer]
@@ -71,7 +71,7 @@ class Part:
         """Returns the optimizer of some parameter groups.
 
         Args:
-            groups: For `kind`.
+            groups: The parameter groups.
             sharded: Keys of parameters that are updated in shards.
 
         Raises:
@@ -88,7 +88,7 @@ class Part:
     def check(self, sharded: Container[str]) -> None:
         """Refuses a class of optimizers that cannot step these parameters.
 
-        `OptimizerWatch` checks what a function makes before each of its steps.
+        If `kind` is a function, `OptimizerWatch` checks its optimizer before each step.
 
         Raises:
             PlanError: If it cannot step shards, and some are, or has vectors and takes none.
@@ -114,15 +114,15 @@ def parts_of(
     records: Sequence[ParameterRecord],
     matrices: Collection[str],
 ) -> list[Part]:
-    """Returns which optimizer steps which parameters.
+    """Returns the optimizers to make, with the parameters of each.
 
     Args:
-        kind: Steps matrices; everything, if there are no `others`.
-        options: For `kind`.
-        others: Steps what is no matrix.
+        kind: Steps matrices; all parameters if there are no `others`.
+        options: Arguments of `kind`.
+        others: Steps parameters that are no matrices.
         records: The trained parameters of all ranks.
-        matrices: Keys of matrices, as a handler says. If there are none,
-            `ParameterRecord.is_matrix` says what a matrix is.
+        matrices: Keys of matrices, from a handler. If there are none, `ParameterRecord.is_matrix`
+            decides.
 
     Raises:
         PlanError: If there is no parameter, or no matrix.
@@ -151,7 +151,7 @@ def parts_of(
 
 
 def refuse_given(parameters: Sequence[object], options: Mapping[str, object]) -> None:
-    """Refuses parameters, or groups of them, that torch's constructors take.
+    """Refuses parameters, or groups of them, which only torch's constructors accept.
 
     Raises:
         PlanError: If there are some.
@@ -204,17 +204,17 @@ def named_optimizer(
 class JoinedOptimizer(torch.optim.Optimizer):
     """Steps several optimizers, one after the other.
 
-    Its groups and its state are those of all of them. So learning-rate schedules, checkpoints and
-    ``zero_grad`` see one optimizer.
+    Learning-rate schedules, checkpoints and ``zero_grad`` see one optimizer, because it has the
+    groups and the state of all of them.
 
     Args:
         parts: The optimizers. No two of them have the same parameter.
 
     Attributes:
-        parts: The same.
-        defaults: Options that all parts have, as in the first one. Learning-rate schedules look
-            there for a momentum, for example.
-        elementwise: It steps shards if its parts do. Each part is checked before its own step.
+        parts: The optimizers.
+        defaults: Options that all parts have, as in the first one. For example, learning-rate
+            schedules look there for a momentum.
+        elementwise: True, because each part is checked separately before its step.
     """
 
     elementwise = True
@@ -222,7 +222,7 @@ class JoinedOptimizer(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts: tuple[torch.optim.Optimizer, ...] = ()
         super().__init__([group for part in parts for group in part.param_groups], {})
-        # Not before: torch would add the defaults of one part to the groups of another.
+        # Not before, because torch would add the defaults of one part to the groups of another.
         shared = set.intersection(*(set(part.defaults) for part in parts))
         self.defaults = {n: x for n, x in parts[0].defaults.items() if n in shared}
         self.parts = tuple(parts)
@@ -250,10 +250,10 @@ class JoinedOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses groups from outside: it would not be known which part steps them.
+        """Refuses groups from outside, because the part that steps them would be unknown.
 
         Raises:
-            PlanError: Once it is made.
+            PlanError: In each call after the constructor.
         """
         if self.parts:
             raise PlanError(
@@ -266,8 +266,8 @@ class JoinedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "parts": self.parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # `load_state_dict` comes here with a new state and new groups. Each part makes of its own
-        # what it needs, as if it had loaded them.
+        # `load_state_dict` calls this with a new state and new groups. Call the method of each part
+        # with its state and groups, because it may convert them after a load.
         super().__setstate__(state)
         self._share()
         for part in self.parts:
@@ -289,13 +289,13 @@ def use_names(
 ) -> None:
     """Makes ``state_dict`` and ``load_state_dict`` of an optimizer use names.
 
-    The format is torch's, with names instead of its numbers: ``"state"`` has this rank's
-    parameters, and ``"param_groups"`` those of all ranks, so it is the same on all of them. The
+    The format is torch's, with names instead of its numbers. ``"state"`` has this rank's
+    parameters. ``"param_groups"`` is equal on all ranks, because it has the parameters of all. The
     state of a shard is a `Chunk` of the whole parameter. A master copy is the state ``"master"``.
 
     Args:
         optimizer: The optimizer.
-        mains: Name -> what it steps. Names have locations.
+        mains: Name -> main parameter. Names have locations.
         groups: The names of each group's parameters on all ranks, without locations.
     """
     optimizer.register_state_dict_post_hook(partial(to_named, mains, groups))
@@ -358,7 +358,7 @@ def from_named(
             loaded[number] = {key: _of_rank(main, value) for key, value in state[name].items()}
             master = loaded[number].pop(MASTER, None)
             if master is not None and main.copied:
-                # `.data` has its own version counter: this is no step of the optimizer.
+                # `.data`, because it has its own version counter: this is no optimizer's step.
                 main.tensor.data.copy_(master)
     return {**state_dict, "state": loaded, "param_groups": numbered}
 
@@ -366,7 +366,7 @@ def from_named(
 def _names(optimizer: torch.optim.Optimizer, mains: Mapping[str, MainParameter]) -> list[str | int]:
     """Returns the names of an optimizer's parameters by torch's number.
 
-    The caller may have added parameters of its own, which have only their number.
+    Parameters that the caller has added have only their number.
     """
     names = {id(main.tensor): name for name, main in mains.items()}
     tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
@@ -378,12 +378,12 @@ def _refuse_missing(mains: Mapping[str, MainParameter], saved: Collection[str]) 
 
     Raises:
         PlanError: If a parameter has state in other locations alone, or if there is state, but
-            none of what this rank steps.
+            none of this rank's parameters.
     """
     stems = {parted(name)[0] for name in saved}
     missing = [name for name in mains if name not in saved]
     has_none = bool(saved) and len(missing) == len(mains)
-    # A parameter without a gradient has no state, so one that is absent everywhere is no error.
+    # A parameter that is absent everywhere is no error, because it has no state without a gradient.
     apart = [name for name in missing if has_none or parted(name)[0] in stems]
     if apart:
         raise PlanError(
@@ -416,7 +416,7 @@ def _other_groups(present: Sequence[Sequence[str]], saved: Sequence[Sequence[obj
 
 
 def _saved(main: MainParameter, value: Any) -> Any:  # noqa: ANN401 - state of any optimizer
-    """Returns a value of a parameter's state; that of a shard's elements as a `Chunk`."""
+    """Returns a value of a parameter's state; as a `Chunk` if it has a shard's elements."""
     is_per_element = isinstance(value, torch.Tensor) and value.shape == main.tensor.shape
     if not (main.sharded and is_per_element):
         return value
@@ -424,7 +424,7 @@ def _saved(main: MainParameter, value: Any) -> Any:  # noqa: ANN401 - state of a
 
 
 def _of_rank(main: MainParameter, value: Any) -> Any:  # noqa: ANN401 - as above
-    """Returns this rank's elements of a value: of a `Chunk`, a DTensor, or the whole parameter.
+    """Returns this rank's elements of a `Chunk`, a DTensor, or a value of the whole parameter.
 
     Raises:
         PlanError: If a chunk or a DTensor has other elements.
@@ -442,25 +442,25 @@ def _of_rank(main: MainParameter, value: Any) -> Any:  # noqa: ANN401 - as above
             )
         return value.local.view_as(tensor) if isinstance(value, Chunk) else value
     whole = tensor.shape if is_dtensor(tensor) else torch.Size(main.record.shape)
-    # It may be flat, of a run that sharded it.
+    # It may be flat, from a run that sharded it.
     is_whole = torch.is_tensor(value) and value.ndim and value.shape in (whole, (whole.numel(),))
     if is_whole and is_dtensor(tensor):
         from torch.distributed.tensor import distribute_tensor  # it is one: no slow import
 
         mesh, placements = tensor.device_mesh, tensor.placements
-        # Without a source, each rank takes its part, and nothing is sent.
+        # Without a source, each rank keeps its part, and nothing is sent.
         return distribute_tensor(value.view(whole), mesh, placements, src_data_rank=None)
     if not is_whole or value.shape == tensor.shape:
         return value
     if value.ndim > 1:  # elements of a shard are in the order of the parameter's memory
         in_order = value.new_empty_strided(whole, main.stride).copy_(value)
         value = in_order.as_strided((whole.numel(),), (1,))
-    # A view would keep the memory of the whole.
+    # Clone, because a view would keep the memory of the whole.
     elements = value[main.begin : main.begin + tensor.numel()].clone()
     return elements.as_strided(tensor.shape, tensor.stride())
 
 
 def _layout(value: Any) -> str:  # noqa: ANN401 - a Chunk, a DTensor or a plain tensor
-    """Returns in words which elements of a whole tensor a rank has."""
+    """Returns a description of a rank's elements of a whole tensor."""
     at = getattr(value, "boxes", None) or getattr(value, "placements", "all")
     return f"{tuple(local(value).shape)} of {tuple(value.shape)} at {at}"

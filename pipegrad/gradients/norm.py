@@ -1,6 +1,6 @@
 """The global gradient norm: each parameter counts once, and all ranks have the same bits.
 
-If it is not finite, `merge_non_finite` says which gradients are not, on which stages and ranks.
+If it is not finite, `merge_non_finite` lists the gradients that are not, with stages and ranks.
 
 Step 8 of the journey of a gradient in docs/internals.md.
 """
@@ -30,9 +30,9 @@ def local_term(
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Returns what this rank adds to a norm, a scalar: a sum of powers, or the largest value."""
-    # The norm of each gradient comes first, and then a p-norm of these norms: all ranks send one
-    # number, however many gradients they have.
+    """Returns this rank's term of a norm, a scalar: a sum of powers, or the largest value."""
+    # The norm of each gradient comes first, and then a p-norm of these norms, because ranks then
+    # send one number for any count of gradients.
     norms = [torch.zeros(1, dtype=dtype, device=device)]
     values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     # torch refuses the maximum of no elements.
@@ -54,9 +54,9 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Scales `gradients` in place by a factor that makes the norm of all at most `max_norm`."""
-    # As torch does. The factor stays on the device, so the host waits for nothing. Unlike torch, a
-    # norm that is not a number leaves gradients as they are: all would become not a number, and
-    # nobody could see which of them was the first. An infinite norm makes the finite ones zero.
+    # As torch does. The factor stays on the device, because the host must not wait. Unlike torch, a
+    # norm that is not a number leaves gradients as they are, because all would become not a number,
+    # and the first of them could not be found. An infinite norm makes the finite ones zero.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     factor = factor.where(factor.isfinite(), torch.ones_like(factor))
     for some in _by_dtype(values_of(gradients)):
@@ -64,13 +64,13 @@ def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float
 
 
 def divide_(gradients: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
-    """Divides `gradients` in place by a scalar tensor, those of 16 bits in fp32.
+    """Divides `gradients` in place by a scalar tensor; 16-bit gradients are divided in fp32.
 
     Sync: on the current stream. On a device the host waits for nothing.
     """
     for values in values_of(gradients):
-        # The divisor may be none of the numbers of 16 bits. A tensor of one dimension, unlike a
-        # scalar, takes part in torch's choice of the dtype in which it computes.
+        # Promote the divisor, because 16 bits may not represent it. Give it one dimension, because
+        # torch ignores a scalar when it chooses the dtype in which it computes.
         by = divisor.to(torch.promote_types(values.dtype, torch.float32))
         values.div_(by.reshape(1) if values.dim() else by.reshape(()))
 
@@ -84,14 +84,14 @@ def values_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 class GlobalNorm:
     """The norm of the gradients of all ranks, in which each parameter counts once.
 
-    Replicas that train alone have each a norm of its own.
+    Replicas that train alone have separate norms.
 
     Args:
         manifest: The agreed model.
-        plan: Of this rank.
-        topology: Over all ranks.
-        master_dtype: dtype of main parameters, if it is not that of each parameter.
-        tape: Where the wait for other ranks is recorded.
+        plan: This rank's plan.
+        topology: The topology of all ranks.
+        master_dtype: dtype of main parameters; None for each parameter's dtype.
+        tape: Records the wait for other ranks.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class GlobalNorm:
         }
         entries = (e for r in manifest.parameters for e in manifest.entries(r.key))
         dtypes = {master_dtype, *(entry.gradient_dtype for entry in entries)}
-        # All ranks must sum in the same dtype, so fp64 on one rank makes it fp64 on all.
+        # fp64 on one rank makes it fp64 on all, because all ranks must sum in the same dtype.
         double = dtypes & {torch.float64, torch.complex128}
         self._dtype = torch.float64 if double else torch.float32
         ranks, alone = sorted(topology.ranks), plan.independent_axes
         axes = tuple(axis for axis, _ in topology.axes if axis not in alone)
-        # Which of the ranks are this rank's replica, if replicas train alone.
+        # Indices of the ranks of this rank's replica, if replicas train alone.
         self._replica = [ranks.index(r) for r in topology.ranks_along(axes)] if alone else None
 
     def of(
@@ -135,10 +135,10 @@ class GlobalNorm:
         If a gradient of any replica is not finite, the norm of no replica is.
 
         Args:
-            gradients: Of this rank, by key, in a fixed order.
+            gradients: This rank's gradients by key, in a fixed order.
             norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
             groups: Send a number to all ranks.
-            device: Of the result.
+            device: Device of the result.
 
         Sync: on the current stream; one all-reduce of a number for each rank.
         """
@@ -149,7 +149,8 @@ class GlobalNorm:
         self._tape.note("wait for ranks", "the norm of the gradients", began)
         of_replica = terms if self._replica is None else terms[self._replica]
         norm = of_replica.max() if math.isinf(norm_type) else of_replica.sum().pow(1.0 / norm_type)
-        # A replica that skips the step while others make it would count other steps than they do.
+        # Not finite on any replica, because one that skips the step while others make it would
+        # count other steps.
         return norm.where(terms.isfinite().all(), terms.sum())
 
 
@@ -158,10 +159,10 @@ class NonFinite:
     """A parameter whose gradient has an element that is infinite or not a number.
 
     Attributes:
-        name: Of the parameter in the uncut model. If several stages use one name for different
+        name: Name of the parameter in the uncut model. If several stages use one name for different
             parameters, it begins with the stage: ``"1.weight"``.
-        stages: Which hold the parameter.
-        ranks: Which have such an element in their reduced gradient, or in their shard of it.
+        stages: Stages that hold the parameter.
+        ranks: Ranks that have such an element in their reduced gradient, or in their shard of it.
     """
 
     name: str
@@ -200,7 +201,7 @@ def merge_non_finite(
 
 
 def in_a_sentence(non_finite: Sequence[NonFinite]) -> str:
-    """Returns which gradients are not finite, for a message: the first one, and how many others."""
+    """Returns a phrase for a message: the first non-finite gradient, and the count of others."""
     if not non_finite:
         return "each gradient is finite, and the sum of their squares overflows"
     if len(non_finite) == 1:

@@ -1,4 +1,4 @@
-"""Checks each optimizer before its step: would copies of a parameter differ, and is it the time?
+"""Checks each optimizer before its step: copies must stay equal, and gradients must be there.
 
 Step 8 of the journey of a gradient in docs/internals.md.
 """
@@ -57,7 +57,7 @@ _UNTIMELY = {  # errors of an optimizer that steps without new gradients
 
 
 class News(IntFlag):
-    """What the optimizers of a rank did since its step before. Ranks compare it."""
+    """Flags of the optimizers of a rank since its previous step. Ranks compare them."""
 
     TRAINS = 1  # the rank has parameters for an optimizer
     STEPPED = 2
@@ -107,8 +107,8 @@ class OptimizerWatch:
         _watches[id(self)] = self
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_look))
-            # torch runs this after the hooks of the optimizer itself. So a hook of the user may
-            # still change parameters before they are sent.
+            # A hook of the user may still change parameters before they are sent, because torch
+            # runs this after the hooks of the optimizer itself.
             _hooks.append(register_optimizer_step_post_hook(_look_back))
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
@@ -126,8 +126,8 @@ class OptimizerWatch:
         """Refuses an optimizer of these parameters if it may not step now.
 
         Raises:
-            PipegradError: If it is refused. It says why, and what to do. The refusal is also posted
-                for the ranks that do not step.
+            PipegradError: If it may not step, with the reason and the way out. The error is also
+                posted for the ranks that do not step.
         """
         is_added = optimizer in self._added
         parameters, with_main = self._parameters_of(optimizer)
@@ -138,15 +138,15 @@ class OptimizerWatch:
         try:
             self._refuse(optimizer, parameters, with_main)
         except PipegradError as refusal:
-            # Ranks that step nothing, or whose optimizer is right, go on to the next step. They
-            # learn from the board why this rank does not come.
+            # Post the error, because ranks that step nothing, or whose optimizer is right, go on to
+            # the next step. They read the reason on the board when this rank does not come.
             if (on_refusal := self._on_refusal()) is not None:
                 on_refusal(refusal)
             raise
         self._is_stepping |= is_added
 
     def note_results(self) -> None:
-        """Remembers the gradients as they are now, in a step that looks for changes of them."""
+        """Stores the present gradients and versions, in a step that looks for changes of them."""
         gradients = ((p, p.result) for p in self._parameters if self._looks)
         self._results = [(p, TensorWeakRef(g), g._version) for p, g in gradients if g is not None]
 
@@ -186,17 +186,17 @@ class OptimizerWatch:
         if any(p.main and p.main.sharded for p in with_main):
             refuse_unless_elementwise(optimizer)
         self._parameter_sync.refuse_untaken()
-        # If each rank steps all parameters with the same gradients, even an optimizer that depends
-        # on all gradients makes the same step on all ranks.
+        # Allow it if each rank steps all parameters with the same gradients, because it then makes
+        # the same step on all ranks.
         if not self._alike and isinstance(optimizer, torch.optim.LBFGS):
             raise PlanError(
                 f"{type(optimizer).__name__} computes one step from all gradients of the model, "
                 f"and no rank has all of them: copies of one parameter would get different steps. "
                 f"Take an optimizer that looks at each parameter by itself, such as AdamW"
             )
-        # torch's GradScaler gives the scale to an optimizer that unscales by itself, as fused ones
-        # do. Then it has looked at the gradients of this rank alone. Other optimizers do not know
-        # who calls them, and it divides their gradients without a change of their versions.
+        # torch's GradScaler gives the scale to an optimizer that unscales in its step, as fused
+        # ones do. Then it has looked at the gradients of this rank alone. With other optimizers it
+        # cannot be recognised, because it divides their gradients without a change of versions.
         scaler = self.scaler()
         is_ours = scaler is not None and scaler.is_stepping
         if not (self._alike or is_ours) and getattr(optimizer, "grad_scale", None) is not None:
@@ -225,8 +225,8 @@ class OptimizerWatch:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after a step of `optimizer`; publishes if it was added."""
         is_added = optimizer in self._added
-        # One of torch may be made on all ranks of parameters that only some have, so it counts
-        # wherever it steps. One that was added has parameters on all ranks.
+        # An optimizer of torch counts on each rank where it steps, because only some ranks may have
+        # its parameters. One that was added has parameters on all ranks.
         if is_added or not self._added:
             self._news |= News.STEPPED
             self._rates.setdefault(optimizer, _rates_of(optimizer))
@@ -239,7 +239,7 @@ class OptimizerWatch:
             self._parameter_sync.publish()
 
     def news(self) -> News:
-        """Returns what optimizers did on this rank since the last call; 0 if it trains nothing."""
+        """Returns the flags of this rank since the last call; 0 if it trains nothing."""
         news, self._news = self._news, News.TRAINS
         for optimizer, before in list(self._rates.items()):
             if (now := _rates_of(optimizer)) != before:
@@ -276,14 +276,14 @@ class OptimizerWatch:
         self.note_results()
 
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> tuple[list[Param], list[Param]]:
-        """Returns the parameters that an optimizer has, and those whose main shard it has."""
+        """Returns an optimizer's parameters, and the parameters whose main shard it has."""
         ids = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         with_main = [p for p in self._parameters if p.apart and id(p.apart.tensor) in ids]
         return [p for p in self._parameters if id(p.tensor) in ids], with_main
 
 
-# One hook of the process serves all watches. A watch may become garbage at any time, also while
-# torch runs its hooks. At that time torch's own table of hooks may not change, but this table may.
+# One hook of the process serves all watches, because a watch may become garbage while torch runs
+# its hooks. torch's table of hooks may not change at that time, but this table may.
 _watches: WeakValueDictionary[int, OptimizerWatch] = WeakValueDictionary()
 _hooks: list[RemovableHandle] = []
 
@@ -299,15 +299,18 @@ def _look_back(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> object:
-    """Returns what schedules change; of a tensor how often it was written: nobody waits for it."""
+    """Returns the values that schedules change.
+
+    For a tensor this is its version, because the host would wait for its value.
+    """
     rates = [group.get(name) for group in optimizer.param_groups for name in ("lr", "weight_decay")]
     return [(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in rates]
 
 
 def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:
     """True if each rank steps all parameters, with gradients that are equal on all ranks."""
-    # The ranks with the same gradient are those of its reductions, of the mesh of a DTensor, and of
-    # DistributedDataParallel. If they are all ranks, all ranks make the same step.
+    # Ranks have the same gradient after its reductions, in the mesh of a DTensor, and after
+    # DistributedDataParallel. If these are all ranks, all ranks make the same step.
     sizes, routes = dict(topology.axes), dict(plan.routes)
     data = math.prod(sizes[axis] for axis in topology.data_axes)
     for record in manifest.parameters:

@@ -1,4 +1,4 @@
-"""Parameter sync: sends updated parameters to all their holders, beside the next forward.
+"""Parameter sync: sends updated parameters to all their holders, during the next forward.
 
 Step 9 of the journey of a gradient in docs/internals.md.
 """
@@ -27,18 +27,18 @@ UPDATED = sync_points.Record(
 
 
 class ParameterSync:
-    """Sends the parameters that this rank has updated, and waits for those of other ranks.
+    """Sends the parameters that this rank has updated, and waits for parameters of other ranks.
 
     The end of a step makes it due, `publish` sends, and the first use of a stage waits. If no rank
     needs it, all of this does nothing.
 
     Attributes:
         before_publish: Called before parameters are sent: the step of an outer optimizer.
-        coming: Stages whose parameters may still be on the wire.
+        coming: Stages whose parameters may still be in flight.
         is_due: Whether there are gradients whose updated parameters were not published.
-        is_needed: The argument.
+        is_needed: Whether any rank needs parameter syncs.
         is_taken: Whether an optimizer has got the main parameters.
-        blocked_seconds: How long this rank has waited for parameters since the last step.
+        blocked_seconds: Time that this rank has waited for parameters since the last step.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class ParameterSync:
         self.coming: dict[int, list[Ticket]] = {}
         self.is_due = self.is_taken = False
         self.blocked_seconds = 0.0
-        # A version counter changes with each write in place. So it shows whether an optimizer has
-        # written, and whether a parameter was changed after it was published.
+        # Versions show that a parameter was changed after it was published, because a version
+        # counter changes with each write in place.
         self._versions: list[tuple[str, torch.Tensor, int]] = []
 
     @outside_of_graphs
@@ -97,7 +97,7 @@ class ParameterSync:
         for parameter in self._parameters:
             if parameter.main is not None:
                 parameter.main.copy_back()
-        # After the copies, so that `check_published` sees only what was written later.
+        # After the copies, because `check_published` must see only later writes.
         mains = [(p.record.key, p.main) for p in self._parameters if p.is_written_by_sync]
         self._versions = [(k, m.tensor, m.tensor._version) for k, m in mains if m is not None]
         self.send()
@@ -106,7 +106,7 @@ class ParameterSync:
         """Refuses to go on if no optimizer has got the main parameters, and one is needed.
 
         Raises:
-            StepError: Says what to give the optimizer.
+            StepError: Names the parameters to give to the optimizer.
         """
         if self.is_needed and not self.is_taken:
             raise StepError(
@@ -122,8 +122,8 @@ class ParameterSync:
         Sync: as `publish`.
         """
         # All ranks submit their part of one list, in the same order: see
-        # [Note: order of publishes] in plan/plan.py. The comm streams wait for this event,
-        # since the optimizer may still write on the current stream.
+        # [Note: order of publishes] in plan/plan.py. The comm streams wait for this event, because
+        # the optimizer may still write on the current stream.
         self.is_due = False
         if not self._plan.publishes:
             return
@@ -166,7 +166,7 @@ class ParameterSync:
         start = time.perf_counter()
         for ticket in self.coming[stage]:
             self._reducer.wait_for(ticket)
-        # The tickets are dropped only after all waits: if a wait fails, a second call must wait
+        # Drop the tickets only after all waits, because a second call after a failed wait must wait
         # again, and not read old parameters.
         del self.coming[stage]
         self.blocked_seconds += time.perf_counter() - start
@@ -176,13 +176,13 @@ class ParameterSync:
 
         Sync: as `first_use`.
         """
-        # On all comm streams: this rank's own sends must have ended too, before who called this
+        # On all comm streams, because this rank's sends must have ended too, before the caller
         # writes into the parameters.
         self._reducer.wait()
         self.coming.clear()
 
     def forget(self) -> None:
-        """Forgets all changes: all ranks have the same parameters now."""
+        """Clears the versions, because all ranks have the same parameters now."""
         self._versions.clear()
 
     def _sync(self, buffer: ParameterBuffer, publish: Publish) -> None:

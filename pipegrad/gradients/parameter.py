@@ -1,4 +1,4 @@
-"""The parameters of this rank: where each is, what the ranks agreed on, what is updated for it."""
+"""The parameters of this rank: their modules, agreed traits, main parameters and memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ParameterBuffer:
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
-        # The memory is not zeroed: nobody reads the gaps. On a CPU, untouched memory costs nothing,
-        # so parameters can move here one by one.
+        # Do not zero the memory, because no code reads the gaps. Parameters can move here one by
+        # one, because untouched memory costs nothing on a CPU.
         self.flat = torch.empty(bucket.payload_numel, dtype=bucket.parameter_dtype, device=device)
         self.views = {
             slot.key: self.flat.as_strided(slot.shape, slot.stride, slot.offset)
@@ -38,7 +38,7 @@ class ParameterBuffer:
         if parameter.data_ptr() != view.data_ptr():
             with torch.no_grad():
                 view.copy_(parameter)
-            # The object stays the same: optimizers, ties and hooks of users have it.
+            # Keep the object, because optimizers, ties and hooks of users have it.
             parameter.data = view
 
     def shard(self, key: str, begin: int, end: int) -> torch.Tensor:
@@ -53,10 +53,10 @@ class Param:
 
     Attributes:
         record: The parameter, as the ranks agreed on it.
-        tensor: The tensor itself; of FSDP2 the shard, also while its module has the gathered one.
+        tensor: The tensor itself; with FSDP2 the shard, also while the module has the gathered one.
         homes: Local stage -> its module, and the full name there. All hold the same tensor.
-        is_reduced: Whether a bucket has its gradient.
-        main: What the optimizer of this rank steps; None if it is frozen, or another rank steps it.
+        is_reduced: Whether a bucket with a reduction has its gradient.
+        main: The main parameter; None if it is frozen, or another rank steps it.
         buffer: The memory of the parameter, if a parameter sync may write to it.
     """
 
@@ -103,8 +103,8 @@ class Param:
 
         Sync: on the current stream.
         """
-        # The buffer comes first: a shard is a view of it, so that nothing is copied in step 9 of
-        # the journey of a gradient.
+        # The buffer comes first, because a shard is a view of it: step 9 of the journey of a
+        # gradient copies nothing then.
         if self.buffer is not None:
             self.buffer.make_view(self.record.key, self.tensor)
         main = self.apart
@@ -135,7 +135,7 @@ class Param:
         """Refuses a parameter if modules hold another one now.
 
         Raises:
-            StepError: If it is gone, is no longer what the ranks agreed on, or was replaced.
+            StepError: If it is gone, differs from the agreed parameter, or was replaced.
         """
         key = self.record.key
         try:
@@ -185,11 +185,7 @@ def _unless_gathered(present: nn.Parameter, shard: nn.Parameter) -> nn.Parameter
 
 
 class Parameters:
-    """All parameters of this rank, and the entries of modules where they were last.
-
-    Attributes:
-        by_key: The parameters.
-    """
+    """All parameters of this rank, and the entries of modules that held them last."""
 
     def __init__(self, by_key: Mapping[str, Param]) -> None:
         self.by_key = by_key
@@ -219,7 +215,7 @@ class Parameters:
         Raises:
             StepError: As `Param.check_held`.
         """
-        # This is done for each parameter in each step, so it walks down no modules.
+        # Walk down no modules, because this runs for each parameter in each step.
         others = [name for table, name, value in self._entries if table.get(name) is not value]
         if others or [*map(_TRAITS, self._tensors)] != self._agreed:
             for parameter in self.by_key.values():

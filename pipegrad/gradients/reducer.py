@@ -44,11 +44,11 @@ COLLECTIVE = sync_points.WaitWork(
 
 @dataclass
 class _Step:
-    """What lives in one step.
+    """The state of one step.
 
     Attributes:
-        queues: For each comm stream, what is not launched.
-        complete: Buckets.
+        queues: For each comm stream, the remaining launches.
+        complete: Buckets that are complete.
         ending: Buckets with a reduction whose wait was put off.
         has_given_up: Whether the step has failed on this rank.
     """
@@ -60,7 +60,7 @@ class _Step:
 
 
 class Reducer:
-    """Takes complete buckets, and launches collectives in the order of the plan.
+    """Launches collectives for complete buckets, in the order of the plan.
 
     Args:
         plan: This rank's buckets and collectives.
@@ -68,14 +68,15 @@ class Reducer:
         groups: The communicators.
         handlers: Handlers by name.
         notice: The board for failures of this rank and of others.
-        device: Of the gradients.
+        device: Device of the gradients.
 
     Attributes:
         memories: The memory of each bucket, by its number.
         notice: The board.
-        needs_barrier: Whether only a barrier says that no rank has failed: no wait blocks the host.
+        needs_barrier: Whether a step needs a barrier to find failed ranks, because no wait blocks
+            the host.
         comm_streams: They run the collectives.
-        tape: Where collectives are recorded.
+        tape: Records collectives.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class Reducer:
         self._lock = threading.Lock()
         self._flat = {launch: self._step_bucket(launch) for launch in plan.launches}
         self._words = {launch: self._words_of(launch) for launch in plan.launches}
-        # What a step does of these is known before it: the collectives of each comm stream, in
-        # order, and those for which a receive is posted early.
+        # Computed once for all steps: the collectives of each comm stream, in order, and the
+        # collectives for which a receive is posted early.
         streams = range(comm_streams)
         self._queues = [[x for x in self._flat if x.comm_stream == stream] for stream in streams]
         self._expecting = [x for x, flat in self._flat.items() if flat.inbox is not None]
@@ -117,7 +118,7 @@ class Reducer:
 
     @property
     def num_launched(self) -> int:
-        """How many collectives were launched in this step."""
+        """Count of the collectives that were launched in this step."""
         return len(self._flat) - sum(map(len, self._step.queues))
 
     def begin(self) -> None:
@@ -147,8 +148,8 @@ class Reducer:
         self._step.has_given_up = True
 
     def run_late(self) -> None:
-        """Submits what was put off."""
-        # Other ranks need it in their `finish`, and this rank may never call `finish` for a step
+        """Submits the tasks that were put off."""
+        # Other ranks need them in their `finish`, and this rank may never call `finish` for a step
         # that has failed.
         for comm_stream in self.comm_streams:
             comm_stream.submit(comm_stream.run_late, ())
@@ -156,10 +157,10 @@ class Reducer:
     def expect(self) -> None:
         """Posts the receives of this step's reduce chains and pair exchanges, on gloo.
 
-        Other backends post each receive with its own launch. NCCL's receive is a kernel that runs
-        until the message is there. A kernel that is used for the first time is loaded, and the host
-        waits there for all that runs: a forward behind such a receive would wait for a gradient
-        that waits for this forward.
+        Other backends post each receive with its own launch, because NCCL's receive is a kernel
+        that runs until the message is there. When a kernel is used for the first time, it is
+        loaded, and the host waits for all running kernels: a forward after such a receive would
+        wait for a gradient that waits for this forward.
         """
         for launch in self._expecting:
             comm_stream = self.comm_streams[launch.comm_stream]
@@ -172,9 +173,8 @@ class Reducer:
         Sync: `fill` runs on the current stream, collectives on the comm streams. May be called from
         autograd's threads.
         """
-        # Threads of autograd may complete two buckets at a time. Without the lock a later launch
-        # could overtake an earlier one, and two ranks would wait for each other in different
-        # collectives.
+        # Lock, because threads of autograd may complete two buckets at a time. A later launch could
+        # overtake an earlier one, and two ranks would wait for each other in different collectives.
         with self._lock:
             if bucket in self._step.complete:
                 return
@@ -187,30 +187,30 @@ class Reducer:
             except Exception:
                 self._is_in_doubt = False
                 raise
-            # After Ctrl-C the flag stays: it may have come between `fill` and the launch.
+            # After Ctrl-C the flag stays, because it may have come between `fill` and the launch.
             self._is_in_doubt = False
 
     def _launch_due(self, queue: deque[Launch]) -> None:
         """Submits the next collectives of a comm stream, in order, while buckets are complete."""
-        # A bucket that is complete before its turn waits here: all ranks must launch in the order
-        # of the plan. See [Note: order of collectives].
+        # A bucket that is complete before its turn waits here, because all ranks must launch in the
+        # order of the plan. See [Note: order of collectives].
         while queue and queue[0].bucket in self._step.complete:
             launch = queue.popleft()
             memory = self.memories[launch.bucket]
-            # The comm stream waits for the writes, and not the host: backward goes on.
+            # The comm stream waits for the writes, not the host, because backward goes on.
             after = [] if memory.event is None else [memory.event]
             self.comm_streams[launch.comm_stream].submit(partial(self._reduce, launch), after)
 
     def _mean_of(self, bucket: Bucket) -> int:
-        """Returns by what gradients are divided before all reductions, for their means."""
+        """Returns the divisor of gradients before all reductions, for their means."""
         means = (step for step in bucket.route if self._divides_first(bucket, step))
         return math.prod(len(step.ranks) for step in means)
 
     def _divides_first(self, bucket: Bucket, step: ReductionStep) -> bool:
         """True if gradients are divided for a mean before all reductions, in one pass.
 
-        What a handler's own `launch` reduces must be whole, and a wide sum is divided before it is
-        rounded.
+        False if the handler overrides `launch`, because that must get undivided gradients. False
+        for a wide sum, because it is divided before it is rounded.
         """
         is_plain = bucket.sum_dtype == bucket.wire_dtype and step.op == "mean"
         launch = getattr(self._handlers[step.handler].launch, "__func__", None)
@@ -224,7 +224,7 @@ class Reducer:
         if step.is_pair:
             back = self._groups.of(step.ranks, second_communicator(launch.comm_stream))
             pair_sum = PairSum(rows_of(bucket, region), back=back)
-        # Memory for the next rank's sum is made now, and `expect` posts the receive in each step.
+        # Make the memory for the next rank's sum now; `expect` posts the receive in each step.
         if step.is_point_to_point and self._rank != step.ranks[-1]:
             numel = len(region) + len(bucket.slots)
             new = torch.empty(numel, dtype=bucket.wire_dtype, device=self._device)
@@ -247,17 +247,17 @@ class Reducer:
         if flat.inbox is not None and flat.arriving is None:
             step = bucket.route[launch.step]
             with self.reporting(f"bucket {bucket.index}: expecting its {step}", ()):
-                # One memory serves all steps. The sum of the last step was added by a task of this
-                # comm stream, so it was read before this task.
+                # One memory serves all steps. The sum of the last step was read before this task,
+                # because a task of this comm stream has added it.
                 flat.inbox.acquire(INBOX_FREE)
                 group = self._groups.of(step.ranks, launch.comm_stream)
                 flat.arriving = expect_reduce_chain(flat.inbox.buffer, group)
 
     def _reduce(self, launch: Launch) -> None:
-        """Runs one collective, or puts it off behind the one before it. On a comm stream."""
+        """Runs one collective, or puts it off after the one before it. On a comm stream."""
         comm_stream = self.comm_streams[launch.comm_stream]
-        # The reduction before it on the route is not complete: this one would send what is not
-        # summed yet. It waits behind it, and other buckets go on.
+        # The reduction before it on the route is not complete. Put this one off, because it would
+        # send incomplete sums. Other buckets go on.
         if launch.bucket in self._step.ending:
             comm_stream.put_off(partial(self._reduce, launch))
             return
@@ -267,7 +267,7 @@ class Reducer:
         with self.reporting(description, step.ranks):
             group = self._groups.of(step.ranks, launch.comm_stream)
             self._expect(launch)
-            # Here and not in `fill`: the comm stream divides beside the backward that goes on.
+            # Here and not in `fill`, because the comm stream divides while backward goes on.
             if launch.step == 0:
                 memory.divide()
             flat.is_mean = flat.is_divided
@@ -296,7 +296,7 @@ class Reducer:
         self.tape.note("reduction", (launch.bucket, launch.step), began)
 
     def _words_of(self, launch: Launch) -> tuple[str, str]:
-        """Returns what a launch is, for errors and for profilers."""
+        """Returns the description of a launch for errors, and its label for profilers."""
         bucket = self.memories[launch.bucket].bucket
         step = bucket.route[launch.step]
         what = f"bucket {bucket.index} ({bucket.names}): {step} over ranks {list(step.ranks)}"
@@ -310,9 +310,9 @@ class Reducer:
                 yield
         except BaseException as error:
             reason = told(error) if isinstance(error, Exception) else repr(error)
-            # Posted before it is raised. Other ranks wait for this one in the same collective, and
-            # read the board while they wait: they fail within a second, with this reason, not after
-            # a timeout.
+            # Post it before it is raised, because other ranks wait for this one in the same
+            # collective, and read the board then: they fail within a second, with this reason, not
+            # after a timeout.
             message = self.notice.post(f"{description} failed: {reason}", final=True)
             if not ends_in_words(error):
                 raise
@@ -331,8 +331,8 @@ class Reducer:
         """
         start, began = time.perf_counter(), self.tape.now()
         self._wait_for_comm_streams()
-        # What was put off waits for a rank that answers at the end of its own step: see [Note: pair
-        # exchange]. So it comes last, and no other collective waits behind it.
+        # Tasks that were put off come last, because they wait for a rank that answers at the end of
+        # its own step: see [Note: pair exchange]. No other collective waits after them.
         if any(comm_stream.has_late for comm_stream in self.comm_streams):
             self.run_late()
             self._wait_for_comm_streams()
@@ -340,8 +340,8 @@ class Reducer:
         return time.perf_counter() - start
 
     def _wait_for_comm_streams(self) -> None:
-        # Each wait is short: between two of them this rank reads whether another one has failed. In
-        # one long wait it would learn of that only from the timeout of the backend.
+        # Each wait is short, because this rank reads the failures of others between two waits. In
+        # one long wait, only the timeout of the backend would end it.
         with Activity(""):
             for comm_stream in self.comm_streams:
                 while not comm_stream.wait(_POLL_SECONDS):
@@ -371,13 +371,13 @@ class Reducer:
         """Starts a collective of all ranks; ranks that have failed take part, too.
 
         Returns:
-            What waits until all ranks have started it. On the host: the device goes on.
+            A function that waits until all ranks have started it. The host waits, not the device.
         """
         what, ranks = "barrier of all ranks", dist.get_process_group_ranks(None)
         host = self._groups.host
         if host is not None:
-            # Without a thread, and not on a comm stream: the device may still run backward, and the
-            # host needs only that all ranks have come.
+            # Without a thread, and not on a comm stream, because the device may still run backward,
+            # and the host waits only until all ranks have come.
             with self.reporting(what, ranks):
                 work = dist.all_reduce(torch.zeros(1), group=host, async_op=True)
             return partial(self._wait_on_host, work, what, ranks)
@@ -402,8 +402,8 @@ class Reducer:
     def _raise_peer_failure(self) -> None:
         """Raises an error if another rank has failed."""
         look()
-        # After a failure, all ranks launch everything that is left, so waits end. Only a final
-        # failure is a reason to stop waiting then.
+        # After a failure on this rank, only a final failure is a reason to stop waiting: waits end
+        # because all ranks launch everything that is left.
         gave_up = self._step.has_given_up
         if (message := self.notice.read_final() if gave_up else self.notice.read()) is not None:
             raise elsewhere(ReduceError, message)

@@ -25,19 +25,17 @@ class StepBucket:
     Args:
         buffer: Payload, then a flag for each slot; flat.
         num_flags: Number of flags.
-        index: Of the bucket.
+        index: Index of the bucket.
         slots: The slot of each gradient in the payload.
-        scattered: How many elements each rank has after the reduction; see `Bucket.scattered`.
-        sum_dtype: dtype in which the parts of ranks are added; None: that of the buffer.
+        scattered: Elements of each rank after the reduction; see `Bucket.scattered`.
+        sum_dtype: dtype in which the parts of ranks are added; None for the buffer's dtype.
         pair_sum: The exchange of two ranks, if the reduction has one.
-        is_divided: Whether what is reduced was divided before, so that its sum is the mean.
+        is_divided: Whether gradients were divided before; their sum is the mean then.
         inbox: Memory for the next rank's sum, if the reduction is point-to-point.
 
     Attributes:
         is_mean: Whether the last launch leaves the mean, not the sum.
-        is_divided: The argument.
-        inbox: The argument.
-        arriving: The posted receive into it.
+        arriving: The posted receive into `inbox`.
     """
 
     def __init__(
@@ -79,12 +77,12 @@ class StepBucket:
         Sync: on a comm stream. With SHARD and WHOLE, only this rank's part and the flags hold sums
         then.
         """
-        # Each rank divides its own part before the sum: a sum of float16 may overflow although the
-        # mean does not. A wider sum is divided before it is rounded.
+        # Each rank divides its part before the sum, because a sum of float16 may overflow although
+        # the mean does not. A wider sum is divided before it is rounded.
         divisor = len(reduction.ranks) if reduction.op == "mean" and not self.is_mean else 1
         self.is_mean |= divisor != 1
         wide = None
-        # Messages between two ranks add two parts, and such a sum is rounded once in any case.
+        # Not for messages between two ranks, because a sum of two parts is rounded once anyway.
         if self.sum_dtype != self.buffer.dtype and not reduction.is_point_to_point:
             wide = WideSum(self.sum_dtype.to_real(), divisor)
         elif divisor != 1:
@@ -103,8 +101,8 @@ def _replicate(bucket: StepBucket, group: dist.ProcessGroup, wide: WideSum | Non
 
 
 def _give_to_owner(bucket: StepBucket, group: dist.ProcessGroup, _: WideSum | None) -> Work:
-    # The receive was posted at the beginning of the step, so the sender need not wait for this
-    # rank. See steps 1 and 6 of the journey of a gradient.
+    # The sender need not wait for this rank, because the receive was posted at the start of the
+    # step. See steps 1 and 6 of the journey of a gradient.
     collectives.reduce_chain(bucket.buffer, bucket.arriving, group)
     return Done()
 
@@ -114,8 +112,8 @@ def _scatter(bucket: StepBucket, group: dist.ProcessGroup, wide: WideSum | None)
     payload, flags = bucket.buffer[:numel], bucket.buffer[numel:]
     me, shards = dist.get_rank(group), payload.split(list(bucket.scattered))
     collectives.reduce_scatter(shards[me], shards, group, common=flags, wide=wide)
-    # The flags are copied to right behind this rank's shard; see [Note: shards]. They overwrite the
-    # next shards, which other ranks have summed by now.
+    # Copy the flags to the memory right after this rank's shard; see [Note: shards]. They may
+    # overwrite the next shards, because other ranks have summed those by now.
     end = sum(bucket.scattered[: me + 1])
     if end < numel:
         # With WHOLE, the parts of the last ranks may be smaller than the flags.
@@ -135,9 +133,9 @@ def sync_parameters(
 
     Args:
         parameters: The parameters of the region that the reduction has reduced, ``(numel,)``.
-        placement: Of the reduction.
+        placement: Placement of the reduction.
         group: Its communicator.
-        scattered: How many elements each rank had after the reduction; see `Bucket.scattered`.
+        scattered: Elements of each rank after the reduction; see `Bucket.scattered`.
 
     Sync: on a comm stream.
     """

@@ -58,8 +58,8 @@ def refuse_main_shards(
     Raises:
         PlanError: If a DTensor would have one. It names the parameter.
     """
-    # A gradient of a DTensor must have the placements of its parameter, and FSDP2 makes it so. A
-    # copy in other memory would not follow when FSDP2 exchanges the parameters.
+    # FSDP2 gives a gradient the placements of its parameter, as a DTensor requires. Refuse a copy,
+    # because other memory would not follow when FSDP2 exchanges the parameters.
     for record in manifest.parameters:
         entry = manifest.entries(record.key)[0]
         if entry.layout is None or not entry.requires_grad:
@@ -79,14 +79,14 @@ class Agreed:
     """The model, handlers and plan on which the ranks of a GradientSync have agreed.
 
     Attributes:
-        topology: Over all ranks.
-        main_grad: Where gradients live; None for ``.grad``.
+        topology: The topology of all ranks.
+        main_grad: The accessor of gradients; None for ``.grad``.
         options: All options. `check_every` is 0 if the machines of ranks are of several kinds.
         handlers: The resolved handlers by name.
         manifest: The model.
         plan: This rank's buckets and collectives.
-        device: Of this rank's parameters.
-        name: The same on all ranks. No other GradientSync has it.
+        device: Device of this rank's parameters.
+        name: Equal on all ranks. No other GradientSync has it.
     """
 
     topology: Topology
@@ -105,7 +105,7 @@ class Agreed:
 
     @property
     def needs_parameter_sync(self) -> bool:
-        """True if a rank sends what it steps or has master copies, or replicas train alone."""
+        """True if a rank sends updated parameters or has master copies, or replicas train alone."""
         is_sent = self.plan.syncs_parameters or bool(self.plan.independent_axes)
         return is_sent or any(
             record.requires_grad
@@ -133,19 +133,19 @@ def negotiate(
 
     Args:
         modules: This rank's stages.
-        topology: Over all ranks.
+        topology: The topology of all ranks.
         tied: Parameters that several stages hold.
         handlers: They return the reductions.
-        main_grad: Where gradients live; None for ``.grad``.
-        agree_seconds: How long the ranks wait for each other.
+        main_grad: The accessor of gradients; None for ``.grad``.
+        agree_seconds: Timeout of ranks that wait for each other.
         options: Fields of `GradientOptions` by name.
 
     Raises:
         PipegradError: The same on all ranks.
     """
     ranks = sorted(topology.ranks)
-    # The first agreement runs everything that one rank alone can get wrong. After it, all ranks
-    # have the same manifests, so the checks below raise the same error on all of them.
+    # The first agreement runs everything that can fail on one rank alone. The checks after it raise
+    # the same error on all ranks, because all have the same manifests then.
     (chosen, resolved), replies = agree_keeping(
         "GradientSync",
         lambda: _describe(
@@ -189,8 +189,8 @@ def negotiate(
         refuse_suspected_replicas(manifest, topology, routes, digests, allowed)
         return plan, plan.digest
 
-    # A handler should be pure, but nothing makes sure of that. Different plans would hang, so all
-    # ranks compare the digests of their plans.
+    # Compare the digests of all plans, because different plans would hang. A handler should be
+    # pure, but nothing makes sure of that.
     plan, digests = agree_keeping(
         "GradientSync's plan", make_plan, ranks=ranks, timeout_seconds=agree_seconds
     )
@@ -250,8 +250,8 @@ def _describe(
     chosen = GradientOptions.of(options)
     chosen.check(topology)
     resolved, ties = registry.resolve_all(handlers), declared(tied)
-    # Gathered parameters would be described instead of shards, and ties must be one object before
-    # the description.
+    # Reshard, because gathered parameters would be described instead of shards. Link, because ties
+    # must be one object before the description.
     reshard(part for parts in fsdp_modules(modules).values() for part in parts)
     link_local(modules, ties)
     settings = {
@@ -298,8 +298,8 @@ def kind_of_machine(device: torch.device) -> str:
     version = f"torch {torch.__version__}"
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {version}"
-    # torch takes other instructions on other processors. Where a thread's part of a tensor ends,
-    # it takes instructions that may round in another way.
+    # Name the processor, because torch uses other instructions on other ones. Add the count of
+    # threads, because instructions at the end of a thread's part of a tensor may round differently.
     processor = platform.processor() or platform.machine()
     with suppress(OSError):  # only Linux has this file
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -309,29 +309,29 @@ def kind_of_machine(device: torch.device) -> str:
 
 
 class Parts:
-    """What a GradientSync is made of. Every rank must make it, since it makes process groups.
+    """The components of a GradientSync. Every rank must make it, because it makes process groups.
 
     Args:
         agreed: The agreed model and plan.
         modules: This rank's stages.
-        agree_seconds: How long the ranks wait for each other.
+        agree_seconds: Timeout of ranks that wait for each other.
 
     Attributes:
         _wrapped: The modules of this rank's stages that FSDP2 has wrapped.
         _groups: The communicators.
         _reducer: Launches collectives, and waits for them.
-        _failures: Of all steps.
+        _failures: Failures of all steps.
         _ending: Ends threads and groups.
-        _parameters: Of this rank, by key.
-        _tensors: Looks whether modules still hold them.
+        _parameters: This rank's parameters by key.
+        _tensors: Checks that modules still hold the parameters.
         _buckets: The gradients of each bucket, by its number.
         _parameter_sync: Sends parameters after the optimizer's step.
         _drift: Compares copies.
-        _norm: Of the gradients of all ranks.
+        _norm: Norm of the gradients of all ranks.
     """
 
-    # No part may hold this object: with a strong reference it would never be garbage, and its
-    # threads would run until the process ends.
+    # No component may hold this object, because a strong reference would keep it, and its threads,
+    # until the process ends.
     def __init__(
         self,
         agreed: Agreed,
@@ -361,12 +361,12 @@ class Parts:
             groups=self._groups.joined,
             is_local=is_local(device),
         )
-        # A pair exchange may still be sending. If its group were destroyed first, another rank
-        # would never receive the message.
+        # Wait for pair exchanges, because another rank would never receive a message whose group
+        # was destroyed first.
         self._ending.call(self._reducer.submit_send_waits)
         self._failures = FailedSteps(notice, self._reducer.wait)
-        # Gradients and parameters have separate memory: the next step's gradients are written while
-        # the parameters of this step may still be on the wire.
+        # Gradients and parameters have separate memory, because the next step's gradients are
+        # written while the parameters of this step may still be in flight.
         buffers = {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
         by_key = _parameters(agreed, modules, buffers)
         self._parameters, self._tensors = by_key, Parameters(by_key)
@@ -376,8 +376,8 @@ class Parts:
             index: GradientBucket(
                 [by_key[slot.key] for slot in memory.bucket.slots],
                 memory,
-                # DistributedDataParallel reduces gradients until the end of the whole backward.
-                # Before that they are not final.
+                # Not early with DistributedDataParallel, because it reduces gradients until the end
+                # of the whole backward. Before that they are not final.
                 may_leave_early=bool(memory.bucket.route)
                 and agreed.manifest.reduced_by_ddp.isdisjoint(
                     by_key[memory.bucket.slots[0].key].homes
@@ -421,9 +421,9 @@ class Parts:
 def _parameters(
     agreed: Agreed, modules: Mapping[int, nn.Module], buffers: Mapping[int, ParameterBuffer]
 ) -> dict[str, Param]:
-    """Returns this rank's parameters by key, with what its optimizer steps."""
-    # A tied parameter that several stages of this rank hold is one Param: `link_local` has made it
-    # one object. It is final when all of these stages are.
+    """Returns this rank's parameters by key, with their main parameters."""
+    # A tied parameter that several stages of this rank hold is one Param, because `link_local` has
+    # made it one object. It is final when all of these stages are.
     manifest, plan = agreed.manifest, agreed.plan
     names = {location: (full, tensor) for location, full, tensor in named(modules)}
     bucket_of = {slot.key: bucket.index for bucket in plan.buckets for slot in bucket.slots}
@@ -445,7 +445,7 @@ def _parameters(
 
 
 def _main_parameter(agreed: Agreed, parameter: Param, main_range: MainRange) -> MainParameter:
-    """Returns what the optimizer of this rank steps for a parameter."""
+    """Returns the main parameter of a parameter of this rank."""
     record, tensor, master_dtype = parameter.record, parameter.tensor, agreed.options.master_dtype
     main = MainParameter(record, tensor, main_range.begin, main_range.sharded)
     if main.sharded or has_main_shard(record, agreed.main_grad, master_dtype):
@@ -456,6 +456,6 @@ def _main_parameter(agreed: Agreed, parameter: Param, main_range: MainRange) -> 
         main.tensor = nn.Parameter(torch.empty(0, dtype=master_dtype_of(record, master_dtype)))
         main.bind(source)
         if not main.copied:
-            # A copy has its gradient in its own dtype, because torch's optimizers want both alike.
+            # A copy has a gradient of its dtype, because torch's optimizers need equal dtypes.
             main.tensor.grad_dtype = agreed.manifest.entries(record.key)[0].gradient_dtype
     return main

@@ -56,14 +56,14 @@ class State(Enum):
 
 @dataclass
 class OpenStep:
-    """What lives in one step: `prepare` makes it.
+    """The state of one step; `prepare` makes it.
 
     Attributes:
-        accumulates: Whether it only accumulates: it began inside `accumulate`.
+        accumulates: Whether it only accumulates, because it began inside `accumulate`.
         divides_late: Whether `finish` is given the divisor.
         waiting: Stages that are not final.
         error: `finish` raises it.
-        versions: By stage, of parameters that it may not write, when it may compute.
+        versions: Stage -> versions of parameters that it must not write, when it may first compute.
     """
 
     accumulates: bool = False
@@ -74,8 +74,8 @@ class OpenStep:
 
 
 # For each verb, the states in which it may be called, and the state after it. In any other state it
-# is refused. A gradient that becomes final also leads from OPEN to LEAVING, whichever verb or hook
-# has made it final. A step that only accumulates stays OPEN until it is reduced.
+# raises StepError. A gradient that becomes final also leads from OPEN to LEAVING, by any verb or
+# hook. A step that only accumulates stays OPEN until it is reduced.
 _INSIDE = {State.OPEN: State.OPEN, State.LEAVING: State.LEAVING}
 _BETWEEN = {State.BETWEEN: State.BETWEEN}
 TRANSITIONS: Mapping[str, Mapping[State, State]] = {
@@ -140,14 +140,14 @@ class Step(Parts):
         self._statistics = Statistics()
         self._is_accumulating = False
         handlers = agreed.plugins.values()
-        # After a failed step, a state may differ between ranks. A hook of a user may keep one where
-        # nobody sees it.
+        # True if a handler may keep a state, because that may differ between ranks after a failed
+        # step. A communication hook of a user may keep one outside of `state_dict`.
         self._keeps_state = any(
             handler.leaves == "mean" or type(handler).state_dict is not GradientHandler.state_dict
             for handler in handlers
         )
         self._keeps_equal = all(handler.keeps_equal for handler in handlers)
-        self._ready: dict[GradientBucket, None] = {}  # complete, and not on their way yet
+        self._ready: dict[GradientBucket, None] = {}  # complete, and not launched yet
         for bucket in self._buckets.values():
             bucket.connect(self._ready, self._leave_ready)
         # Backward completes the last parameter of a stage first. Buckets leave in that order.
@@ -155,7 +155,7 @@ class Step(Parts):
             stage: [bucket for bucket in self._buckets.values() if stage in bucket.stages]
             for stage in sorted(agreed.topology.local_stages)
         }
-        # A stage's forward may write none of these: what it writes reaches no other rank.
+        # A stage's forward may write none of these, because the values reach no other rank.
         unwritten = [p for p in self._parameters.values() if p.is_reduced or p.apart]
         self._unwritten = {s: [p for p in unwritten if s in p.homes] for s in self._by_stage}
         self._open = OpenStep()  # the last one that began
@@ -169,7 +169,7 @@ class Step(Parts):
             on_refusal=self._refused,
             refuse_reduced=self._refuse_reduced,
         )
-        # (parameter, what has its gradient, its number there)
+        # (parameter, bucket of its gradient, its number there)
         self._by_id: dict[int, tuple[Param, GradientBucket | None, int]] = {
             id(p.tensor): (p, None, 0) for p in self._parameters.values()
         }
@@ -192,21 +192,21 @@ class Step(Parts):
                 microbatches must fit into the gradient's dtype. With float16, divide the loss
                 instead, or set ``parameter.grad_dtype`` to float32. Accumulated steps may have
                 different divisors. A gradient that you set yourself is not divided. None if the
-                divisor is known only at the end: then `finish` is given it, and no parameter may
-                have a gradient when the step begins. Steps that accumulate together all give a
-                number, or all give None, and the last `finish` the divisor of all of them.
+                divisor is unknown until the end: pass it to `finish` then; no parameter may have a
+                gradient when the step begins. Steps that accumulate together all pass a number, or
+                all pass None, and the last `finish` gets the divisor of all of them.
 
-        Sync: zeroes the gradients of this step, or scales those of accumulated steps, on the
-        current stream. Call backward, and the verbs of this step, on this stream, or on a stream
-        that waits for it.
+        Sync: zeroes the gradients of this step, or scales the accumulated ones, on the current
+        stream. Call backward, and the verbs of this step, on this stream, or on a stream that waits
+        for it.
 
         Raises:
-            StepError: If a gradient is still that of the last step and not zero, if there is
-                any gradient and the divisor is None, if the divisor is None and that of accumulated
-                steps is a number, or the reverse, if a parameter is not as the ranks agreed, if
-                a parameter was changed after `publish`, or if gradients of this step are already
-                sent. Then call it again: other ranks wait for this one.
-            ReduceError: If an earlier step failed in a comm stream, so this rank cannot go on.
+            StepError: If a gradient of the last step is still there and not zero, if there is any
+                gradient and the divisor is None, if the divisor is None and accumulated steps have
+                a number, or the reverse, if a parameter is not as the ranks agreed, if a parameter
+                was changed after `publish`, or if gradients of this step are already sent. Then
+                call it again, because other ranks wait for this one.
+            ReduceError: If this rank cannot go on because an earlier step failed in a comm stream.
         """
         with self.bounded("prepare()"):
             self.refuse_closed()
@@ -225,20 +225,21 @@ class Step(Parts):
                 "reverse: give it a number in all of them, or None and their divisor to the last "
                 "finish()"
             )
-        # The user may have an optimizer that has no hook of ours. What it has written must
-        # reach the other ranks before their forward; what was written behind `publish` never would,
-        # and is refused.
+        # Publish, because the user's optimizer may have no hook of ours, and its writes must reach
+        # the other ranks before their forward. Refuse writes after `publish`, because they would
+        # never reach them.
         if self._parameter_sync.is_needed:
             self._parameter_sync.publish()
             self._parameter_sync.check_published()
         if not continues and self._wrapped:
-            # An accumulated step may use the parameters again that FSDP2 has gathered.
+            # Not in a continued step, because it may use again the parameters that FSDP2 has
+            # gathered.
             reshard(self._wrapped)
         self._tensors.check_held()
         self._tensors.check_memory()
-        # All checks come before the first `begin`. A step that is refused has changed nothing: the
-        # user may call zero_grad() and then this verb once more. Reversed, the error names the
-        # first parameter of the model.
+        # All checks come before the first `begin`, because a step that is refused must change
+        # nothing: the user may call zero_grad() and then this verb once more. Reversed, because the
+        # error then names the first parameter of the model.
         for bucket in reversed(self._buckets.values()):
             bucket.check(continuing=continues)
         if not continues:
@@ -259,20 +260,20 @@ class Step(Parts):
             bucket.begin(1.0 if divisor is None else divisor, continuing=continues)
         self._reducer.begin()
         if not self._is_accumulating:
-            # Receives of partial sums are posted before the first backward: a rank that is ahead
-            # sends without waiting for this one.
+            # Post receives of partial sums before the first backward, because a rank that is ahead
+            # then sends without waiting for this one.
             self._reducer.expect()
         self._record_versions(*self._by_stage)
         before = self._failures.step - 1
         self._last_unused = self._last_unused if self._watch.gradients is Gradients.USED else before
         self._watch.expect(has_gradients=False)
-        # Last: whatever was refused above has left the state as it was.
+        # Change the state last, because an error above must not change it.
         self._state = TRANSITIONS["prepare"][self._state]
         self._ending.in_vain = True
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Makes steps inside only accumulate: nothing is final, divided or launched in them."""
+        """Makes steps inside only accumulate; they finalize, divide and launch nothing."""
         before, self._is_accumulating = self._is_accumulating, True
         try:
             yield
@@ -286,7 +287,7 @@ class Step(Parts):
 
     @property
     def is_in_step(self) -> bool:
-        """True if `prepare` was called and `finish` was not: gradients are not reduced yet."""
+        """True after `prepare` until `finish`, while gradients are not reduced."""
         return self._state in (State.OPEN, State.LEAVING)
 
     @outside_of_graphs
@@ -372,11 +373,11 @@ class Step(Parts):
         If no rank contributed to a gradient, it is None again, as in one process. In the steps 2,
         4, 8 and so on, and later every `check_every` steps, all ranks compare the copies of each
         parameter by cheap checksums, and the master copies that are equal on several ranks. One bit
-        that differs is an error. Machines of several kinds may round differently, so there nothing
-        is compared. Steps that only accumulate do not count.
+        that differs is an error. Ranks on machines of several kinds do not compare, because these
+        may round differently. Steps that only accumulate do not count.
 
         Args:
-            divisor: If `prepare` was given None: a scalar on the device, the same on all ranks. All
+            divisor: If `prepare` got None: a scalar on the device, the same on all ranks. All
                 gradients are divided by it once, after their reductions. Until then they are sums,
                 which must fit into the dtypes of the gradients and of the wire.
 
@@ -397,7 +398,7 @@ class Step(Parts):
                 self._drift.look()
 
     def _finish(self, divisor: torch.Tensor | None) -> bool:
-        """Ends a step; returns whether copies must be compared."""
+        """Ends a step; returns True if copies must be compared."""
         if self._is_accumulating and self._state is not State.CLOSED:
             if divisor is not None:
                 raise StepError(
@@ -414,24 +415,24 @@ class Step(Parts):
                 "None in prepare(), and only then"
             )
         try:
-            # Before the wait: other ranks may already wait for this one, and `abort` posts the
-            # reason for them. Behind it, they could take sums that lack a gradient.
+            # Before the wait, because other ranks may already wait for this one, and `abort` posts
+            # the reason for them. After it, they could use sums that lack a gradient.
             late = (bucket.late() for bucket in self._buckets.values())
             if (error := self._open.error or next(filter(None, late), None)) is not None:
                 raise error
             exposed_seconds = self._reducer.wait()
             compares = self._keeps_equal and self._drift.count(self._failures.step)
             if self._is_together(compares=compares):
-                # A failed rank takes part in this collective, too. So after it, the board says
-                # whether to compare, and no rank compares alone.
+                # After this collective all ranks read the same on the board, and no rank compares
+                # alone, because a failed rank takes part in it too.
                 self._reducer.barrier()()
             self._reducer.notice.refuse_failed()
         except BaseException as error:
             self.abort(error)
             raise
         if divisor is not None:
-            # Whole buckets, not single gradients: the fewest operations, and each bucket is divided
-            # once, whoever holds its gradients.
+            # Whole buckets, not single gradients, because this needs the fewest operations, and
+            # divides each bucket once.
             rank, memories = self.plan.rank, [b.memory for b in self._buckets.values()]
             divide_([m.reduced for m in memories if has_result(m.bucket.route, rank)], divisor)
         self._put_in_place(exposed_seconds)
@@ -462,17 +463,17 @@ class Step(Parts):
     def abort(self, error: BaseException, *, begun: bool = True, final: bool = False) -> str | None:
         """Ends a failed step. All ranks can go on with the next step, and raise an error for this.
 
-        Afterwards gradients are None, also those of accumulated steps. This rank still launches the
-        remaining collectives of the step, with zeros, so no other rank waits in vain. Other ranks
-        raise an error in `finish`. The next `prepare` waits for the collectives.
+        Afterwards all gradients are None, also accumulated ones. This rank still launches the
+        remaining collectives of the step, with zeros, because other ranks wait for them. Other
+        ranks raise an error in `finish`. The next `prepare` waits for the collectives.
 
         The failure is final if a collective itself failed, or was not launched. It is also final if
         a handler has a communication hook or a state, which the zeros would spoil.
 
         Args:
-            error: What was raised.
-            begun: False if `prepare` was not called on this rank, or was refused, and this rank
-                will not try this step again.
+            error: The error that was raised.
+            begun: False if `prepare` was not called on this rank, or raised, and this rank will not
+                try this step again.
             final: Whether this rank cannot go on.
 
         Returns:
@@ -498,17 +499,17 @@ class Step(Parts):
         if is_unfinished:
             self._drop()
         if reduces and not final:
-            # The same order as in a step that ends well: the collectives, the barrier of `finish`,
-            # and the parameter sync that other ranks may publish after it. Otherwise ranks would
-            # wait for each other; see [Note: failed steps].
+            # Keep the order of a step that ends well, because ranks would otherwise wait for each
+            # other: the collectives, the barrier of `finish`, and the parameter sync that other
+            # ranks may publish after it. See [Note: failed steps].
             if launches or self.plan.independent_axes:
                 self._give_up(begun=begun)
-            # A failed step counts, too. Otherwise this rank would compare copies in another step
-            # than the others, and all would wait.
+            # Count a failed step too, because this rank would otherwise compare copies in another
+            # step than the others, and all would wait.
             compares = self._keeps_equal and self._drift.count(self._failures.step)
             if self._is_together(compares=compares):
-                # It is started and not waited for. The other ranks wait for it in `finish`, and the
-                # user must see this rank's error now.
+                # Start it, because the other ranks wait for it in `finish`. Do not wait for it,
+                # because the user must see this rank's error now.
                 self._reducer.barrier()
             if launches:
                 self._parameter_sync.send()
@@ -518,17 +519,17 @@ class Step(Parts):
         """True if this step ends with a barrier. The second call for a step returns False.
 
         Args:
-            compares: Whether they compare copies then.
+            compares: Whether ranks compare copies then.
         """
-        # Replicas that train alone send each other no gradients. By this collective they fail
-        # together, and count the same steps. And where waits do not block the host, a rank could
-        # read the board before a slower rank has posted, and step with its zeros.
+        # Replicas that train alone need it to fail together, and to count the same steps, because
+        # they send each other no gradients. If waits do not block the host, a rank needs it because
+        # it could read the board before a slower rank has posted, and step with its zeros.
         before, self._last_together = self._last_together, self._failures.step
         always = bool(self.plan.independent_axes) or self._reducer.needs_barrier
         return compares or (always and before != self._failures.step)
 
     def drop_gradients(self) -> None:
-        """Sets all gradients to None, also those of accumulated steps.
+        """Sets all gradients to None, also the gradients of accumulated steps.
 
         Raises:
             StepError: Inside a step that reduces gradients.
@@ -547,7 +548,7 @@ class Step(Parts):
             bucket.drop()
 
     def news(self) -> News:
-        """Returns what optimizers did on this rank since the last call; see `OptimizerWatch`."""
+        """Returns flags of this rank's optimizers since the last call; see `OptimizerWatch`."""
         return self._watch.news()
 
     def refuse_closed(self) -> None:
@@ -556,7 +557,7 @@ class Step(Parts):
             raise refusal("prepare", self._state)
 
     def bounded(self, what: str, ranks: Sequence[int] = ()) -> Bounded:
-        """Bounds what is inside ``with``, in time: a verb, or a wait for ranks; see `Bounded`."""
+        """Returns a context that limits the time of a verb, or of a wait; see `Bounded`."""
         return Bounded(what, ranks, within_seconds=self.agreed.options.step_timeout_seconds)
 
     # Inside.
@@ -565,7 +566,7 @@ class Step(Parts):
         """Refuses a verb that the present state does not allow; see `TRANSITIONS`.
 
         Raises:
-            StepError: If it is refused. It names the verb to call first.
+            StepError: If the state does not allow it. It names the verb to call first.
         """
         if self._state not in TRANSITIONS[verb]:
             raise refusal(verb, self._state)
@@ -601,7 +602,7 @@ class Step(Parts):
 
     def _leave_ready(self) -> None:
         """Sends the buckets that hooks have found complete. Autograd's threads may call it."""
-        # Two threads may find the same ones: the second time nothing is left to do.
+        # Two threads may find the same ones. The second one does nothing.
         for bucket in list(self._ready):
             self._ready.pop(bucket, None)
             self._complete(bucket)
@@ -610,11 +611,12 @@ class Step(Parts):
         """Sends a bucket whose gradients are all final. Autograd's threads may call it."""
         if not self.is_in_step or bucket.state is not BucketState.OPEN:
             return
-        # Before anything leaves: `prepare` must be refused from now on, since no division can be
-        # taken back.
+        # Set the state before a bucket leaves. From now on `prepare` raises StepError, because no
+        # division can be undone.
         self._state = State.LEAVING
         if self._open.error is not None:
-            # `finish` posts it, and only then launches what is left: no rank ends this step before.
+            # `finish` posts it, and then launches the rest, because no rank may end this step
+            # before the post.
             return
         try:
             self._reducer.leave(bucket.memory.bucket.index, bucket.fill)
@@ -647,7 +649,7 @@ class Step(Parts):
             bucket.check(continuing=False)
 
     def _give_up(self, *, begun: bool) -> None:
-        """Launches the remaining collectives of a failed step, also those of `prepare`."""
+        """Launches the remaining collectives of a failed step, also the receives of `prepare`."""
         if not begun:
             if self._parameter_sync.is_taken:
                 self._parameter_sync.publish()
@@ -661,6 +663,6 @@ class Step(Parts):
         self._reducer.run_late()
 
     def _refused(self, error: PipegradError) -> None:
-        """Posts that an optimizer was refused on this rank, for ranks without an optimizer step."""
+        """Posts the error of an optimizer on this rank, for ranks without an optimizer step."""
         if not self.is_in_step:
             self.abort(error, begun=False)

@@ -66,52 +66,53 @@ if TYPE_CHECKING:
 
 
 class GradientSync(Step):
-    """Makes the gradients of a model that is cut over ranks equal to those of one process.
+    """Makes the gradients of a model that is cut over ranks equal to the gradients of one process.
 
-    All ranks of the topology construct it together. Everything that one rank alone can get wrong is
-    exchanged before the first collective, so all ranks raise the same error, or none. Replicas are
-    made equal.
+    All ranks of the topology construct it together. All ranks raise the same error, or none,
+    because they compare everything that can be wrong on one rank before the first collective.
+    Replicas are made equal.
 
-    With OWNER, WHOLE and SHARD, parameters become views of flat memory. So save clones, or a whole
-    state_dict: ``torch.save`` of one parameter writes the whole flat memory.
+    With OWNER, WHOLE and SHARD, parameters become views of flat memory. Save clones then, or a
+    whole state_dict, because ``torch.save`` of one parameter writes the whole flat memory.
 
-    Stages may be sharded by FSDP2, and parameters may be DTensors. They reduce over their own mesh
-    dimensions themselves, and handlers reduce local shards along the other dimensions. So with
-    FSDP2 over the data ranks, the handlers are ``["pipeline-shared"]``. Call `stage_final` after
-    the reduction of FSDP2.
+    Stages may be sharded by FSDP2, and parameters may be DTensors. They reduce over their mesh
+    dimensions themselves, and handlers reduce local shards along the other dimensions. For example,
+    with FSDP2 over the data ranks, the handlers are ``["pipeline-shared"]``. Call `stage_final`
+    after the reduction of FSDP2.
 
-    Gradients are views of the buckets, and the next step writes into the same memory. With SHARD
-    the gradient of a parameter is None after a step, and with WHOLE on all ranks but its owner. If
-    you use a gradient after the next `prepare`, for example in a logger, clone it:
-    ``parameter.grad.clone()``.
+    If you use a gradient after the next `prepare`, for example in a logger, clone it by
+    ``parameter.grad.clone()``, because gradients are views of the buckets, and the next step writes
+    into the same memory. With SHARD the gradient of a parameter is None after a step, and with
+    WHOLE on all ranks but its owner.
 
-    Some optimizers make copies of a parameter different: those whose step depends on all gradients
-    of a rank. LBFGS is refused; an optimizer of your own cannot be recognised. Also do not use
-    ``torch.nn.utils.clip_grad_norm_``, which has the norm of one rank's gradients, but
-    `clip_grad_norm_`. Copies that have become different are an error; see `finish`.
+    Do not use an optimizer whose step depends on all gradients of a rank, because it makes copies
+    of a parameter different. A step of LBFGS raises PlanError; your own optimizer cannot be
+    recognised. Use `clip_grad_norm_` instead of ``torch.nn.utils.clip_grad_norm_``, because torch's
+    function computes the norm of one rank's gradients. Copies that have become different are an
+    error; see `finish`.
 
     No verb may be called while a CUDA graph is captured. `torch.compile` does not trace verbs.
 
     Args:
         modules: This rank's stages, ``{stage: module}``.
-        topology: Over all ranks of the default process group.
+        topology: The topology of all ranks of the default process group.
         tied: Parameters that several stages hold: lists of names (`find_tied`), mappings
             stage -> name, or ``Pipe.replicated_params``. The same on all ranks.
         handlers: Names, tables of name and options, classes or instances.
-        accessor: Where gradients live: `MainGrad`, or None for ``parameter.grad``.
-        agree_seconds: How long the ranks wait for each other. After verbs that may load files, they
-            wait for the timeout of the process group, up to ten minutes, if that is longer.
+        accessor: The place of gradients: `MainGrad`, or None for ``parameter.grad``.
+        agree_seconds: Timeout of ranks that wait for each other. After methods that may load files,
+            the timeout of the process group, up to ten minutes, if that is longer.
         **options: Fields of `GradientOptions` by name, such as ``bucket_bytes``.
 
     Attributes:
-        agreed: What all ranks have agreed on, and the plans of any ranks; for tools.
-        topology: The argument.
+        agreed: The agreed model and plan, and the plans of any ranks; for tools.
+        topology: The topology.
         handlers: The resolved handlers by name, with distribution and version.
         manifest: The agreed model.
-        name: The same on all ranks, and of no other GradientSync.
+        name: Equal on all ranks, and different for each GradientSync.
         plan: This rank's buckets and collectives; printable.
-        device: Of this rank's gradients.
-        tape: Where this rank notes what it does, while somebody records.
+        device: Device of this rank's gradients.
+        tape: Forwards times of this rank to a recorder, if there is one.
         outer_optimizer: Joins replicas that train alone; None if there are none.
 
     Raises:
@@ -161,23 +162,24 @@ class GradientSync(Step):
 
     @outside_of_graphs
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm.
+        """Scales all gradients by one factor if their global norm is above `max_norm`.
 
+        Call ``sync.clip_grad_norm_(1.0)`` on all ranks, between `finish` and the optimizer's step.
         With an infinite `max_norm` it only measures. With a `GradScaler` that has not unscaled in
         this step, it first calls `GradScaler.unscale_` for the optimizer that `optimizer` made
         last. If gradients overflow, the norm is not finite, and `GradScaler.step` skips the step.
 
         A parameter counts once if its copies, or parts, are reduced over the ranks that hold it. If
-        no handler reduces it, it counts on each of these ranks. All ranks must call this. The norm
-        and the factor have the same bits on all ranks. If replicas train alone, they have them on
-        the ranks of one replica: each replica has a norm of its own. If a gradient of any replica
-        is not finite, the norm is not finite on any rank.
+        no handler reduces it, it counts on each of these ranks. The norm and the factor have the
+        same bits on all ranks. If replicas train alone, the bits are equal on the ranks of one
+        replica, because each replica has a separate norm. If a gradient of any replica is not
+        finite, the norm is not finite on any rank.
 
         Returns:
             The norm before clipping, an fp32 scalar; fp64 if there are fp64 gradients.
 
-        Sync: on the current stream; one all-reduce of a number for each rank, behind that of
-        `GradScaler.unscale_`, for which the host waits.
+        Sync: on the current stream; one all-reduce of a number for each rank, after the all-reduce
+        of `GradScaler.unscale_`, for which the host waits.
 
         Raises:
             StepError: Inside a step, or after the step of an optimizer of `optimizer`. With a
@@ -204,10 +206,11 @@ class GradientSync(Step):
     def non_finite(self) -> tuple[NonFinite, ...]:
         """Returns the parameters whose gradient is not finite, by stage; the same on all ranks.
 
-        Call it if the norm that `clip_grad_norm_` returns is not finite. All ranks have the same
-        norm, so all of them call it, or none. It is empty if each gradient is finite, and the norm
-        is too large for its dtype. Clipping to a number makes the others zero if the norm is
-        infinite, and leaves them if it is not a number. Whether you skip this step is your choice::
+        Call it if the norm that `clip_grad_norm_` returns is not finite. All ranks call it, or
+        none, because the norm is not finite on any rank then. The result is empty if each gradient
+        is finite, and the norm is too large for its dtype. Clipping to a number makes the other
+        gradients zero if the norm is infinite, and leaves them if it is not a number. You may skip
+        the step::
 
             norm = sync.clip_grad_norm_(1.0)
             if norm.isfinite():
@@ -265,31 +268,31 @@ class GradientSync(Step):
         others: Callable[..., torch.optim.Optimizer] | None = None,
         **options: Any,  # noqa: ANN401 - those of `kind`
     ) -> Optimizer:
-        """Returns an optimizer of what this rank steps, for any placement.
+        """Returns an optimizer of this rank's main parameters, for any placement.
 
-        All ranks make it together. An ordinary loop is complete with it: it publishes after each of
-        its steps, as `publish` does. Its ``state_dict()`` has names of the uncut model, not
-        numbers. ``load_state_dict`` takes it on any cut that steps the same elements on this rank,
-        and takes whole parameters' state on any cut. `torch.distributed.checkpoint` writes it, and
-        reads it into any cut with the same parameters in shards: the state of a shard is flat. To
-        resume, load the model, call `synchronize_parameters`, and load this last: with a
-        `master_dtype` it has the master copies.
+        All ranks make it together. An ordinary loop is complete with it, because it publishes after
+        each of its steps, as `publish` does. Its ``state_dict()`` has names of the uncut model, not
+        numbers. ``load_state_dict`` reads it on any cut that steps the same elements on this rank,
+        and reads whole parameters' state on any cut. `torch.distributed.checkpoint` writes it, and
+        reads it into any cut with the same parameters in shards, because the state of a shard is
+        flat. To resume, load the model, call `synchronize_parameters`, and load this last, because
+        with a `master_dtype` it has the master copies.
 
         To change parameters right after a step, before other ranks get them, use a hook of the
         optimizer's ``register_step_post_hook``.
 
         Args:
             kind: A class of torch.optim, or any function that takes parameter groups and `options`.
-            *parameters: Refused: `group_of` gives parameters their options.
-            group_of: Name and parameter -> options of the parameter's group, or None. It is for the
-                parameters of all ranks, so each is a tensor on the meta device: it has a shape and
-                a dtype, but no values. Names are those of the uncut model; if several stages use
-                one name, it begins with the stage: ``"1.weight"``.
+            *parameters: None may be passed, because `group_of` gives parameters their options.
+            group_of: Name and parameter -> options of the parameter's group, or None. Each
+                parameter is a tensor on the meta device, with a shape and a dtype but no values,
+                because the function gets the parameters of all ranks. Names are from the uncut
+                model; if several stages use one name, it begins with the stage: ``"1.weight"``.
             others: If it is given, `kind` steps matrices alone, and this class or function steps
-                everything else, as in ``others=partial(torch.optim.AdamW, lr=3e-4)``. The handler
-                ``owned`` says what a matrix is; without it, `ParameterRecord.is_matrix`. The result
-                is one optimizer, with the groups of both.
-            **options: The same on all ranks.
+                everything else, for example ``others=partial(torch.optim.AdamW, lr=3e-4)``. The
+                handler ``owned`` lists the matrices; without it, `ParameterRecord.is_matrix`
+                decides. The result is one optimizer, with the groups of both.
+            **options: Arguments of `kind`, equal on all ranks.
 
         Raises:
             PlanError: On all ranks, if no parameter is trained, if parameters are given, if it
@@ -331,14 +334,14 @@ class GradientSync(Step):
     def optimizer_parameters(self, group_of: GroupOf | None = None) -> list[dict[str, Any]]:
         """Returns parameter groups of this rank's main parameters, for an optimizer's constructor.
 
-        `optimizer` makes an optimizer of them. This is for optimizers of another kind, or several:
-        call `publish` after their steps.
+        Use it for optimizers of another kind, or several, and call `publish` after their steps. For
+        one optimizer, `optimizer` is enough.
 
-        With REPLICATE these are the parameters, with OWNER and WHOLE those of this owner. With
-        SHARD they are flat shards, for an optimizer that treats each element separately. With a
-        `master_dtype` they are copies. The main parameter has the gradient: after `finish`, the
-        ``.grad`` of a parameter is None if the optimizer steps a shard or a copy of it. All ranks
-        get the same groups, some of them empty. So make an optimizer on every rank.
+        With REPLICATE these are the parameters; with OWNER and WHOLE, the parameters that this rank
+        owns. With SHARD they are flat shards, for an optimizer that treats each element separately.
+        With a `master_dtype` they are copies. After `finish`, the ``.grad`` of a parameter is None
+        if the optimizer steps a shard or a copy of it, because the main parameter has the gradient.
+        Make an optimizer on every rank, because all ranks get the same groups, some of them empty.
 
         Args:
             group_of: Record -> the options of its parameter group. Records with equal options are
@@ -355,17 +358,18 @@ class GradientSync(Step):
     # Parameter sync, and replicas.
 
     def reshard(self) -> None:
-        """Frees parameters that FSDP2 has left gathered, so the next forward gathers new values."""
+        """Frees parameters that FSDP2 has left gathered; the next forward gathers new values."""
         reshard(self._wrapped)
 
     @outside_of_graphs
     def publish(self) -> None:
         """Sends the parameters that this rank has updated. Call it after the optimizer's step.
 
-        An optimizer of `optimizer` calls it by itself. A second call after the same step does
+        An optimizer of `optimizer` calls it automatically. A second call after the same step does
         nothing. It returns at once. The parameters arrive during the next step's forward, and
         `stage_first_use` waits for them. Without placements and master copies it does nothing. If
-        you do not call it, the next verb that reads parameters does. All ranks must call the same.
+        you do not call it, the next method that reads parameters does. All ranks must make the same
+        calls.
 
         Sync: on the comm streams, after everything on the current stream.
 
@@ -378,9 +382,10 @@ class GradientSync(Step):
 
     @outside_of_graphs
     def publish_if_due(self) -> None:
-        """Publishes what was not published since `finish`, for example before an evaluation.
+        """Publishes parameters that were not published since `finish`.
 
-        An optimizer that steps behind it with the same gradients is refused.
+        Call it, for example, before an evaluation. An optimizer that steps after it with the same
+        gradients raises StepError.
 
         Sync: as `publish`; all ranks must call it.
         """
@@ -420,9 +425,9 @@ class GradientSync(Step):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with a result of `state_dict` of this rank; other handlers start anew.
 
-        Every rank must call it: a handler continues on all ranks, or starts anew on all ranks. Call
-        it last, after `synchronize_parameters` and after the optimizer's state was loaded: a
-        replica that trains alone gets its own parameters back.
+        Every rank must call it, because a handler continues on all ranks, or starts anew on all
+        ranks. Call it last, after `synchronize_parameters` and after the optimizer's state was
+        loaded, because a replica that trains alone gets its parameters back.
 
         Raises:
             PlanError: On every rank, if the state of a rank is of another plan or of other
@@ -439,8 +444,8 @@ class GradientSync(Step):
                 }
                 same(f"what handler {name!r} goes on from", sources)
         except (PlanError, AgreementError) as error:
-            # Ranks with and without a loaded state would compute different means. So all start
-            # anew.
+            # All start anew, because ranks with and without a loaded state would compute different
+            # means.
             for stateful in self._stateful.values():
                 stateful.load_state_dict({})
             if self.outer_optimizer is not None:  # some replicas may have their own parameters
@@ -452,7 +457,7 @@ class GradientSync(Step):
             self._synchronize()
 
     def _load(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """Loads the states of this rank's handlers; returns what each goes on from."""
+        """Loads the states of this rank's handlers; returns a text for each: state or nothing."""
         if state and state.get("plan") != self.plan.digest:
             raise PlanError(
                 "the state of handlers is of another plan: of another model, other handlers, "
@@ -468,13 +473,13 @@ class GradientSync(Step):
         return {n: "its state" if saved.get(n) else "nothing" for n in self.plan.launching}
 
     def _send_main_parameters(self) -> None:
-        """Sends what an outer optimizer has written to all holders, and waits for it."""
+        """Sends the parameters of an outer optimizer to all holders, and waits for them."""
         self._parameter_sync.send_copied()
         self._parameter_sync.wait()
         self._parameter_sync.forget()
 
     def _outer_optimizer(self) -> OuterOptimizer | None:
-        """Makes what joins the replicas that train alone; `publish` begins with its step.
+        """Makes the optimizer that joins replicas that train alone; `publish` steps it first.
 
         Raises:
             PlanError: On all ranks, if the handler cannot make one.
@@ -499,7 +504,7 @@ class GradientSync(Step):
 
     def _step_outer(self, outer: OuterOptimizer) -> None:
         """Steps the outer optimizer if it is due; a failure is final for this rank, and posted."""
-        # Some parameters may have been joined and others not. Nobody can go on from there.
+        # Post a failure as final, because some parameters may be joined and others not.
         if not outer.is_due:
             return
         what = "the outer optimizer's step"
@@ -519,13 +524,13 @@ class GradientSync(Step):
     def synchronize_parameters(self) -> None:
         """Copies parameters from their lowest rank to all replicas, for example after a checkpoint.
 
-        Main parameters take the values, too.
+        Main parameters get the values too.
 
         Sync: on the current stream; every rank must call it, outside of a step.
 
         Raises:
-            StepError: If a step was not published, or parameters are still on the wire. They would
-                be lost, or mixed with loaded values.
+            StepError: If a step was not published, or parameters are still in flight, because they
+                would be lost, or mixed with loaded values.
         """
 
         def is_moving() -> bool:
@@ -534,7 +539,8 @@ class GradientSync(Step):
             return self._parameter_sync.is_due or bool(self._parameter_sync.coming)
 
         with self.bounded("synchronize_parameters()"):
-            # Broadcasts follow. A rank that refused alone would leave the others in them.
+            # Agree, because broadcasts follow, and a rank that raised alone would leave the others
+            # in them.
             verb = "synchronize_parameters"
             if any(agree(verb, is_moving, ranks=self._ranks, timeout_seconds=self._agree_seconds)):
                 raise StepError(
@@ -547,7 +553,8 @@ class GradientSync(Step):
 
     def _synchronize(self) -> None:
         self.reshard()
-        # Values first: shards and master copies are made of them, and must be equal on all ranks.
+        # Values first, because shards and master copies are made of them, and must be equal on all
+        # ranks.
         make_equal(self.plan.packs, self._parameters, self._groups)
         for parameter in self._parameters.values():
             parameter.move()
@@ -571,8 +578,8 @@ class GradientSync(Step):
             DriftError: If copies differ. It names parameters and ranks.
         """
         check = partial(self._check, "check_replicas")
-        # What follows is on the communicators of buckets. If a rank called it alone, its checksums
-        # would be added to the gradients of ranks that are in a step.
+        # Agree first, because checksums use the communicators of buckets. If a rank called this
+        # alone, its checksums would be added to the gradients of ranks that are in a step.
         agree("check_replicas", check, ranks=self._ranks, timeout_seconds=self._agree_seconds)
         self.publish_if_due()
         with self.bounded("check_replicas()"):
@@ -584,7 +591,7 @@ class GradientSync(Step):
         """Counts steps from `num_steps` on in messages about copies, for a run that was resumed.
 
         Args:
-            num_steps: How many steps there were so far. The same on all ranks.
+            num_steps: Count of steps so far. The same on all ranks.
         """
         self._drift.continue_from(num_steps)
 
@@ -597,14 +604,15 @@ class GradientSync(Step):
         return self.manifest.records(self.topology)
 
     def live(self) -> tuple[Param, ...]:
-        """Returns the parameters of this rank, with what its optimizer steps."""
+        """Returns the parameters of this rank, with their main parameters."""
         return tuple(self._parameters.values())
 
     def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Returns a communicator of this rank and others, for an `OuterOptimizer`.
 
         Args:
-            ranks: Those of a reduction in the plan, or those along ``plan.independent_axes``.
+            ranks: The ranks of a reduction in the plan, or the ranks along
+                ``plan.independent_axes``.
         """
         return self._groups.of(tuple(sorted(ranks)), 0)
 
@@ -615,8 +623,8 @@ class GradientSync(Step):
     def close(self) -> None:
         """Ends threads and destroys the process groups of comm streams. Every rank must call it.
 
-        It first waits for parameters that are on the wire, unless a step has failed. Gradients and
-        parameters stay where they are, without hooks. After it, every other verb raises StepError.
+        It first waits for parameters that are in flight, unless a step has failed. Gradients and
+        parameters stay in their memory, without hooks. After it, every other verb raises StepError.
         A second `close` does nothing.
 
         Without `close`, all of this ends when the object is garbage, or when Python exits.
@@ -624,8 +632,8 @@ class GradientSync(Step):
         if self.is_closed:
             return
         try:
-            # Inside a step, or after a failed one, other ranks may never run what is in flight
-            # here. Then nothing is waited for.
+            # Do not wait inside a step, or after a failed one, because other ranks may never run
+            # the collectives that are in flight here.
             if not self.is_in_step and not self._failures.are_in_doubt:
                 for ticket in self._reducer.submit_send_waits():
                     self._reducer.wait_for(ticket)

@@ -2,8 +2,8 @@
 
 [Note: pair exchange] Two ranks sum a gradient. The second rank sends its whole part when it is
 final, while the first rank still computes. The first rank sends the rows of its part that are not
-zero, when they are final. Both ranks add the same two terms, so both have the bits of one
-all-reduce.
+zero, when they are final. Both ranks have the bits of one all-reduce, because both add the same two
+terms.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Rows:
 
 
 def rows_of(bucket: Bucket, region: range) -> tuple[Rows, ...]:
-    """Returns the rows in a region of a bucket: those of parameters, then all flags as one row.
+    """Returns the rows in a region of a bucket: rows of parameters, then all flags as one row.
 
     A row is one index of a parameter's outermost dimension in memory. A region may begin or end
-    inside a row; that part is a row by itself. A complex number has the width 2.
+    inside a row; that part is a separate row. A complex number has the width 2.
     """
-    # Rows match the use of a tied embedding: the first stage changes only the rows of the tokens in
-    # its batch.
+    # Rows, because the first stage changes only the rows of a tied embedding for the tokens in its
+    # batch.
     parts = 2 if bucket.wire_dtype.is_complex else 1
     pieces = []
     for slot in bucket.slots:
@@ -78,8 +78,9 @@ class PairSum:
 
     Args:
         rows: The rows of the buffer.
-        back: The communicator for messages of the first rank. The other communicator has a receive
-            that was posted early. It would block these messages on a backend without tags.
+        back: The communicator for messages of the first rank. It is a separate one, because the
+            receive that was posted early on the other communicator would block these messages on a
+            backend without tags.
     """
 
     def __init__(self, rows: Sequence[Rows], *, back: dist.ProcessGroup) -> None:
@@ -92,12 +93,12 @@ class PairSum:
     ) -> Work:
         """Sends this rank's part; the returned work ends when the sum is in the buffer.
 
-        Sync: the work is a `LateWork`. The host needs the number of rows: its wait blocks the host,
-        on devices too.
+        Sync: the work is a `LateWork`. Its wait blocks the host, on devices too, because the host
+        needs the number of rows.
         """
-        # The second rank (a later stage) is final first. The first rank answers at the end of its
-        # step. If the second rank waited here, all later collectives of its comm stream would wait
-        # for another rank's backward. So it waits late.
+        # The second rank (a later stage) is final first. It waits late, because the first rank
+        # answers at the end of its step: all later collectives of its comm stream would wait for
+        # another rank's backward.
         if not can_send(group, buffer.device):
             work: Work = dist.all_reduce(buffer, group=group, async_op=True)
             return work
@@ -119,7 +120,7 @@ class PairSum:
 
         Other rows would change nothing.
         """
-        # The messages of the last step hold their memory until here. A wait right behind the
+        # The messages of the last step hold their memory until here, because a wait right after the
         # sends would have lasted until the other rank came to its receives.
         self.wait_sent()
         flat = real(buffer)
@@ -130,20 +131,20 @@ class PairSum:
         for part, numbers, (to_numbers, to_values) in zip(parts, touched, message, strict=True):
             to_numbers.copy_(numbers)
             torch.index_select(part, 0, numbers, out=to_values)
-        # The receiver needs the counts first: they say how long the message is.
+        # Send the counts first, because the receiver computes the length of the message from them.
         for tensor, tag in ((torch.tensor(counts, device=flat.device), COUNTS), (content, BACK)):
             self._sending.append((tensor, send(tensor, 1, self._back, tag)))
-        # The wait comes behind the sends. The other rank needs them to end its step, and would wait
+        # Wait after the sends, because the other rank needs them to end its step, and would wait
         # for this rank as long as this rank waits for it.
         reduce_chain(buffer, arriving, group)
 
     def _add_rows(self, buffer: torch.Tensor) -> None:
-        """Adds the first rank's rows to those of the second rank's part."""
+        """Adds the first rank's rows to the second rank's part."""
         flat = real(buffer)
         counts = torch.empty(len(self._rows), dtype=torch.int64, device=flat.device)
         RECEIVED(receive(counts, 0, self._back, COUNTS))
         numbers_of = counts.tolist()
-        # They say how much memory the message needs.
+        # Check them, because they determine the memory of the message.
         if any(n not in range(r.num_rows + 1) for n, r in zip(numbers_of, self._rows, strict=True)):
             raise ReduceError(f"another rank sends {numbers_of} rows, more than there are")
         content, message = _message(self._rows, numbers_of, flat)
@@ -152,9 +153,9 @@ class PairSum:
         for rows, (numbers, values) in zip(self._rows, message, strict=True):
             part = rows.of(flat)
             sums.append((part, numbers.long(), part[numbers].add_(values)))
-        # All sums are computed before this line, and written after it. For the rows that were not
-        # sent, the first rank has added zeros, which turns -0.0 to 0.0. This does the same here, so
-        # both ranks have the same bits.
+        # All sums are computed before this line, and written after it. Add zeros, because both
+        # ranks must have the same bits: the first rank has added zeros for the rows that were not
+        # sent, which turns -0.0 to 0.0.
         flat.add_(0.0)
         for part, numbers, values in sums:
             part.index_copy_(0, numbers, values)
@@ -163,9 +164,10 @@ class PairSum:
 def _message(
     rows: Sequence[Rows], counts: Sequence[int], like: torch.Tensor
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Returns one tensor of bytes for some of the rows: the values of all, then their numbers.
+    """Returns one tensor of bytes for some of the rows: all values, then the row numbers.
 
-    And views of it: numbers ``(count,)`` and values ``(count, width)`` for each entry of `rows`.
+    It also returns views of it: numbers ``(count,)`` and values ``(count, width)`` for each entry
+    of `rows`.
     """
     sizes = [count * each.width for count, each in zip(counts, rows, strict=True)]
     nbytes = sum(sizes) * like.itemsize

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ShardedStages:
     """Marks the last backward of each stage for FSDP2. Only that backward reduces and reshards.
 
-    So each FSDP2 group of a stage has one reduce-scatter in a step, and it runs during the last
+    For this reason each FSDP2 group of a stage has one reduce-scatter in a step, during the last
     backward. FSDP2's hooks call the `GradientSync` for each parameter when it is reduced.
 
     Args:
@@ -27,7 +27,7 @@ class ShardedStages:
         sync: The gradient layer. While it accumulates, no backward is the last.
 
     Attributes:
-        stages: Those with a part that FSDP2 shards. The methods are for these alone.
+        stages: Stages with a part that FSDP2 shards. The methods are for these alone.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], sync: GradientSync) -> None:
@@ -49,8 +49,8 @@ class ShardedStages:
 
     def begin(self, *, forward_only: bool) -> None:
         """Begins a step: backwards accumulate until the last one."""
-        # An earlier forward may have left parameters gathered, and the optimizer has changed their
-        # shards since. An evaluation must not compute with the old values.
+        # Reshard before an evaluation, because it must not compute with old values: an earlier
+        # forward may have left parameters gathered, and the optimizer has changed their shards.
         if forward_only:
             for parts in self._parts.values():
                 reshard(parts)
@@ -62,13 +62,13 @@ class ShardedStages:
     def last_backward(self, stage: int) -> None:
         """Marks the next backward of a stage as its last, for the gradient layer too."""
         self._sync.stage_last_backward(stage)
-        # While steps accumulate no backward is the last for FSDP2: it would reduce, and the next
-        # steps would add to a gradient that is reduced already.
+        # While steps accumulate, no backward is the last for FSDP2, because it would reduce, and
+        # the next steps would add to a reduced gradient.
         if not self._sync.is_accumulating:
             _set_last_backward(self._parts[stage], is_last=True)
 
     def forget(self) -> None:
-        """Drops the gradients of a failed step, so that the next step does not add to them."""
+        """Drops the gradients of a failed step, because the next step must not add to them."""
         for parts in self._parts.values():
             forget_backwards(parts)
 
@@ -79,8 +79,8 @@ class ShardedStages:
 
 
 def _set_last_backward(parts: list[FSDPModule], *, is_last: bool) -> None:
-    # Before the last backward, parameters stay gathered and gradients are not reduced. So a step
-    # gathers and reduces once for each group, not once for each microbatch.
+    # A step gathers and reduces once for each group, not once for each microbatch, because before
+    # the last backward parameters stay gathered and gradients are not reduced.
     for part in parts:
         part.set_is_last_backward(is_last)
         part.set_reshard_after_backward(is_last, recurse=False)

@@ -52,7 +52,7 @@ CLIPS_WITH_NORM = (
 
 @contextlib.contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
-    """Keeps torch from logging why an operator does not take fake tensors."""
+    """Keeps torch from logging the reason for which an operator does not take fake tensors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:
@@ -69,15 +69,15 @@ def is_profiled() -> bool:
 def flat(
     tree: object, is_leaf: Callable[[object], bool] | None = None
 ) -> tuple[list[tuple[str, object]], Callable[[list[object]], object]]:
-    """Returns the leaves of a tree of dicts, tuples and lists, and how to make one of others.
+    """Returns the leaves of a tree of dicts, tuples and lists, and a function that rebuilds it.
 
     Args:
-        tree: Also of classes that are registered in ``torch.utils._pytree``.
-        is_leaf: Says of a node whether it is a leaf.
+        tree: A tree; classes that are registered in ``torch.utils._pytree`` are nodes too.
+        is_leaf: Returns True if a node is a leaf.
 
     Returns:
-        Each leaf behind its path, ``"['mask'][0]"``; and a function from new leaves, in the same
-        order, to a tree of the same structure.
+        Pairs of path, for example ``"['mask'][0]"``, and leaf; and a function from new leaves, in
+        the same order, to a tree of the same structure.
     """
     leaves, spec = tree_flatten(tree, is_leaf)
     try:
@@ -118,24 +118,24 @@ def is_arriving(tensor: torch.Tensor) -> bool:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Returns True if a tensor has no memory of its own and wraps other tensors."""
+    """Returns True if a tensor has no memory itself and wraps other tensors."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Returns what tells a storage from others, as long as it lives."""
+    """Returns a key that differs from the keys of all other storages, as long as it lives."""
     return int(storage._cdata)
 
 
 def weak_storage(storage: torch.UntypedStorage) -> object:
-    """Returns what keeps a key of `storage_key` from being used again, but not the memory."""
+    """Returns a reference that reserves a key of `storage_key`, but does not keep the memory."""
     return StorageWeakRef(storage)
 
 
 def end_backward(part: FSDPModule) -> None:
     """Ends a backward of an outermost FSDP2 module, as autograd's final callback does."""
-    # If no gradient reaches the module, autograd never queues FSDP2's final callback. Gradients
-    # of earlier backwards would then stay unreduced.
+    # Call FSDP2's final callback here, because autograd never queues it if no gradient reaches the
+    # module. Gradients of earlier backwards would then stay unreduced.
     state = part._get_fsdp_state()
     if state._is_root:
         state._root_post_backward_final_callback()
@@ -143,8 +143,8 @@ def end_backward(part: FSDPModule) -> None:
 
 def forget_backwards(parts: Iterable[FSDPModule]) -> None:
     """Drops the state that FSDP2 keeps of a failed step, and its accumulated gradients."""
-    # FSDP2 before torch 2.15 keeps accumulated gradients in one of two attributes. Both are
-    # cleared, or the next step would add to them.
+    # FSDP2 before torch 2.15 keeps accumulated gradients in one of two attributes. Clear both,
+    # because the next step would add to them.
     for part in parts:
         state = part._get_fsdp_state()
         # torch 2.11 has one group, or none.

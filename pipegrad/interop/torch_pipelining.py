@@ -65,14 +65,16 @@ def attach(
 
     Call it on all ranks, once, before you make the optimizer by ``sync.optimizer``. If all
     placements are REPLICATE, an optimizer of your modules may be there already. Then each step
-    prepares, reduces and finishes by itself, and forwards wait for the parameter sync. The schedule
-    divides a gradient by the number of microbatches (``scale_grads``) once, when it is final.
+    prepares, reduces and finishes automatically, and forwards wait for the parameter sync. The
+    schedule divides a gradient by the number of microbatches (``scale_grads``) once, when it is
+    final.
     ``schedule.eval`` and schedules without a loss reduce nothing. To accumulate over several steps,
     run all steps but the last under ``with sync.accumulate():``.
 
-    If a step raises on one rank, the job ends: all ranks raise a StallError that names the rank and
-    its error, in later steps too, because torch's stages wait for what that rank has not sent. Go
-    on from a checkpoint, or run the stages by a `Scheduler`, which goes on behind a failed step.
+    If a step raises on one rank, the job ends, because torch's stages wait for messages that the
+    rank has not sent. All ranks raise a StallError that names the rank and its error, in later
+    steps too. Go on from a checkpoint, or run the stages by a `Scheduler`, which goes on after a
+    failed step.
 
     FSDP2 reduces over the data ranks. For stages that FSDP2 shards, give ``["pipeline-shared"]`` as
     handlers. Ties are then summed after FSDP2's own reduction.
@@ -82,7 +84,7 @@ def attach(
         topology: The ranks. The ranks of the stages are taken from the schedule.
         tied: Parameters that several stages hold: `find_tied` of the uncut model, mappings
             stage -> name, or ``pipe.replicated_params`` of a traced model.
-        handlers: Which gradients take which reduction.
+        handlers: Gradient handlers, which choose the reduction of each gradient.
         **options: Further arguments of `GradientSync`: ``accessor``, ``agree_seconds``, and the
             fields of `GradientOptions`.
 
@@ -111,8 +113,8 @@ def attach(
         if any(stage.is_last for stage in stages):
             refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages])
 
-    # Anything that can fail on one rank alone is checked inside `agree`, so all ranks raise. Only
-    # then are methods replaced.
+    # Check everything that can fail on one rank alone inside `agree`, because all ranks must raise.
+    # Replace methods only after that.
     agree("attach", check, timeout_seconds=options.get("agree_seconds", AGREE_SECONDS))
     for instance in (schedule, *stages):
         leave(instance)  # removes the methods of an earlier attach, which is closed
@@ -170,7 +172,7 @@ def _follow_step(
 def _fail(
     schedule: TorchSchedule, sync: GradientSync, error: BaseException, *, is_begun: bool
 ) -> None:
-    """Ends the job: other ranks wait in torch for what this one will not send."""
+    """Ends the job, because other ranks wait in torch for messages that this one will not send."""
     if (watched := watch()) is not None:
         watched.fail(root_of(error))  # torch wraps it
     elif schedule._has_backward:  # one rank alone may go on
@@ -180,7 +182,7 @@ def _fail(
 
 
 def _divided(value: object, *, by: float) -> object:
-    """Returns an input whose gradient is divided, as those of parameters are; torch leaves it."""
+    """Returns an input with a hook that divides its gradient, because torch does not divide it."""
     if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
         value = value.view_as(value)
         value.register_hook(lambda gradient: gradient / by)
@@ -190,7 +192,7 @@ def _divided(value: object, *, by: float) -> object:
 def _finalizing(
     schedule: TorchSchedule, sync: GradientSync, *, finalize_gradients: bool = True, **_: object
 ) -> dict[str, bool]:
-    """Returns the argument by which torch 2.15 learns that steps accumulate; older torch has none.
+    """Returns torch 2.15's argument for steps that accumulate; nothing for older versions.
 
     Raises:
         StepError: If it was given, and the steps do not accumulate.
@@ -214,7 +216,7 @@ def _begin_step(schedule: TorchSchedule, sync: GradientSync) -> None:
 
 
 def _complete(schedule: TorchSchedule, reduced: set[int]) -> None:
-    # A hand-written order may have no REDUCE_GRAD. Then gradients become final here.
+    # Gradients become final here if a hand-written order has no REDUCE_GRAD.
     for stage in stages_of(schedule):
         if stage.stage_index not in reduced:
             stage.scale_grads(1)
@@ -233,8 +235,8 @@ def _follow_stage(
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        # A dw_builder writes gradients without autograd. Then no hook sees a parameter become
-        # final, and only the end of the stage counts.
+        # Not with a dw_builder, because it writes gradients without autograd: no hook runs when a
+        # parameter becomes final, and only the end of the stage counts.
         if stage.has_backward and last_backward and full_backward and stage.dw_builder is None:
             sync.stage_last_backward(index)
         _look(loose, stage, bwd_chunk_id, loss)
@@ -264,7 +266,7 @@ def _follow_stage(
 def _reductions(
     stage: PipelineStageBase, sync: GradientSync, reduced: set[int]
 ) -> dict[str, Callable[..., object]]:
-    """Returns the methods behind which gradients are final. They do not scale: `prepare` does."""
+    """Returns methods after which gradients are final; they do not scale, as `prepare` does."""
     index, reduce = stage.stage_index, stage.perform_reduce_grad
     wait = getattr(stage, "wait_for_gradient_reduction", None)
 
@@ -274,7 +276,8 @@ def _reductions(
             sync.stage_final(index)
 
     def final(grad_scale_factor: float) -> None:  # noqa: ARG001
-        # GPipe and 1F1B call this in eval() too, and would divide existing gradients once more.
+        # Only with a backward, because GPipe and 1F1B call this in eval() too, and would divide
+        # existing gradients once more.
         if stage.has_backward:
             if is_fsdp2(stage.submod) and not sync.is_accumulating:
                 reduce(1)  # only FSDP2's own reduction

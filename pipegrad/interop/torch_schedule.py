@@ -27,8 +27,8 @@ _BACKWARDS = ("B", "W", "I")  # torch's letters: full backward, weight gradient,
 
 def replace(instance: object, methods: Mapping[str, Callable[..., object]]) -> None:
     """Replaces methods of an instance. `leave` restores them."""
-    # Several wrappers may replace one method, one after the other. Only the first original counts:
-    # it is the method from before `attach`, or None if it was the class's.
+    # Keep only the first original, because several wrappers may replace one method. It is the
+    # method from before `attach`, or None for a method of the class.
     originals = vars(instance).setdefault("_pipegrad_before", {})
     for name, method in methods.items():
         originals.setdefault(name, vars(instance).get(name))
@@ -96,8 +96,8 @@ def check_stages(stages: Sequence[PipelineStageBase]) -> None:
     """Refuses stages of an unknown torch, and a DistributedDataParallel that is wrong here."""
     for stage in stages:
         for part in stage.submod.modules():
-            # With one forward of all microbatches before a backward, DDP's other ways to know what
-            # is ready fail an assertion of torch, or leave gradients of later steps unreduced.
+            # Refuse DDP's other ways to find ready gradients, because with several forwards before
+            # a backward they fail an assertion of torch, or leave later gradients unreduced.
             if isinstance(part, DistributedDataParallel) and (
                 part is not stage.submod or part.static_graph or not part.find_unused_parameters
             ):
@@ -114,11 +114,11 @@ def check_stages(stages: Sequence[PipelineStageBase]) -> None:
         )
 
 
-# What a stage has of a microbatch between its forward and its backward.
+# The state of a stage for a microbatch between its forward and its backward.
 
 
 def forwards_of(stage: Any) -> dict[int, Any]:  # noqa: ANN401 - torch's, with private names
-    """Returns what a stage has of each forward whose backward has not run, in their order."""
+    """Returns the state of a stage for each forward whose backward has not run, in their order."""
     # Since torch 2.15 it has another name, and instances of a class instead of tuples.
     older: Any = getattr(stage, "fwd_cache", None)
     kept: dict[int, Any] = getattr(stage, "_forward_chunk_states", older)
@@ -128,7 +128,7 @@ def forwards_of(stage: Any) -> dict[int, Any]:  # noqa: ANN401 - torch's, with p
 def forward_of(stage: PipelineStageBase, microbatch: int) -> tuple[Sequence[Any], Sequence[Any]]:
     """Returns the outputs of a forward, as roots of its backward, and its inputs.
 
-    torch 2.15 drops an output when it has been sent. Its gradient edge, or None, stands there then.
+    torch 2.15 drops an output when it has been sent. The result has its gradient edge, or None.
     """
     kept = forwards_of(stage)[microbatch]
     roots, inputs = (
@@ -139,7 +139,7 @@ def forward_of(stage: PipelineStageBase, microbatch: int) -> tuple[Sequence[Any]
 
 def renew_inputs(stage: PipelineStageBase, microbatch: int) -> None:
     """Makes the received inputs of a microbatch new leaves of autograd, in the same memory."""
-    # torch hands out one tensor in every step, and hooks on it would pile up.
+    # Detach, because torch uses one tensor in every step, and hooks on it would pile up.
     for info in stage.args_recv_info[microbatch]:
         if (buffer := getattr(info, "buffer", None)) is not None:
             info.buffer = buffer.detach()
@@ -214,7 +214,7 @@ def check_split_backward(schedule: TorchSchedule) -> None:
 def check_sharded(schedule: TorchSchedule, stages: Sequence[PipelineStageBase]) -> None:
     """Refuses FSDP2 with a split backward that needs parameters which were resharded."""
     # torch computes W later than the backward. If FSDP2 has resharded a module after its forward,
-    # the parameters that W would write to are gone, and torch drops their gradients silently.
+    # torch silently drops the gradients, because the parameters that W would write to are gone.
     splits = any(letter == "W" for _, _, letter in _backwards(schedule))
     for stage in stages if splits else ():
         for part in fsdp_modules({0: stage.submod})[0]:
@@ -242,8 +242,8 @@ def stage_ticks(schedule: TorchSchedule, topology: Topology) -> list[int] | None
 def _backwards(schedule: TorchSchedule) -> Iterable[tuple[int, int, str]]:
     """Yields time step, stage and letter of every backward; nothing for one stage on each rank.
 
-    With one stage on each rank torch's list has no idle steps, so its positions are no times. Such
-    schedules never split backward.
+    With one stage on each rank, positions in torch's list are no times, because it has no idle
+    steps. Such schedules never split backward.
     """
     order = schedule.pipeline_order if isinstance(schedule, PipelineScheduleMulti) else {}
     for actions in order.values():

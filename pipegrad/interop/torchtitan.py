@@ -1,7 +1,7 @@
-"""torchtitan's trainer for tied models with pipeline parallelism, which it refuses by itself.
+"""torchtitan's trainer for tied models with pipeline parallelism, which torchtitan alone refuses.
 
 ``torchrun --nproc-per-node 4 -m pipegrad.interop.torchtitan ...`` takes the arguments of
-``torchtitan.train``. A program of your own calls `enable_tied_pipeline` before it makes a Trainer.
+``torchtitan.train``. In your own program, call `enable_tied_pipeline` before you make a Trainer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipegrad.errors import PlanError
 from pipegrad.interop.torch_pipelining import attach
 from pipegrad.topology import Topology
 
-_Titan = Any  # what torchtitan's functions take and return
+_Titan = Any  # arguments and results of torchtitan's functions
 _DATA = ("dp_replicate", "dp_shard", "cp")  # the dimensions over which FSDP2 reduces
 _heads = WeakTensorKeyDictionary()  # tied weights that count in the norm as the embedding
 
@@ -69,7 +69,7 @@ def _untie_part(split: _Titan, whole: _Titan, names: list[str]) -> _Titan:
     part = split(whole, names)
     if getattr(part, "enable_weight_tying", False) and not (part.tok_embeddings and part.lm_head):
         part.enable_weight_tying = False
-        # The embedding starts as the head of the uncut model. `attach` overwrites the zeros.
+        # The embedding starts as the head of the uncut model does. `attach` overwrites the zeros.
         start = whole.lm_head._param_init
         if part.tok_embeddings:
             part.tok_embeddings._param_init = start

@@ -1,6 +1,6 @@
-"""What do all ranks hold, and what is tied?
+"""The agreed model: the parameters of all ranks, and their ties.
 
-`ties` finds what is tied. `describe` makes the description of one rank's stages, and the `manifest`
-from the descriptions of all ranks; it is the same on all of them. `suspects` recognises undeclared
-ties by the initial values.
+`ties` finds tied parameters. `describe` makes the description of one rank's stages, and the
+`manifest` from the descriptions of all ranks, which is equal on all of them. `suspects` recognises
+undeclared ties by the initial values.
 """

@@ -1,4 +1,4 @@
-"""What each rank holds, and the agreed model that is made of it; or which ranks disagree."""
+"""The description of each rank, and the agreed model that is made of all; or an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_stages(modules: Mapping[int, nn.Module], topology: Topology) -> None:
     """Refuses stages that do not fit the topology, or that have no values yet.
 
     Raises:
-        TopologyError: If the stages are not those of this rank, or the topology lacks ranks.
+        TopologyError: If these are other stages than this rank's, or the topology lacks ranks.
         PlanError: If a stage is no module, or has a parameter on the meta device.
     """
     if sorted(modules) != list(topology.local_stages):
@@ -118,8 +118,8 @@ def _entry(
     """Returns a parameter of a stage as plain data, with a digest of a sample of its bits."""
     owners = [module.get_submodule(name.rpartition(".")[0]) for name in full_names]
     first, *aliases = map(plain_name, full_names)
-    # To read a parameter of FSDP1 would need a collective. The plan refuses such a stage later, on
-    # all ranks.
+    # Do not read a parameter of FSDP1, because that would need a collective. The plan refuses such
+    # a stage later, on all ranks.
     digest, constant = (None, None) if wrapper == FSDP1 else fingerprint(parameter)
     layout, shard = described(parameter)
     return ParameterEntry(
@@ -140,7 +140,7 @@ def _entry(
 
 
 def device_of(modules: Mapping[int, nn.Module], manifests: Sequence[RankManifest]) -> torch.device:
-    """Returns the device of this rank's parameters; without parameters, that of other ranks."""
+    """Returns the device of this rank's parameters; without parameters, other ranks' device."""
     devices = (p.device for module in modules.values() for p in module.parameters())
     kinds = (torch.device(m.device_type) for m in manifests if m.device_type)
     return next(chain(devices, kinds), torch.device("cpu"))
@@ -160,12 +160,12 @@ def make_manifest(
 
     Args:
         modules: Every stage of the model, ``{stage: module}``.
-        topology: Of any rank.
-        tied: As `GradientSync` takes it.
-        main_grad: Where gradients live; None for ``.grad``.
+        topology: The topology, from the view of any rank.
+        tied: Ties; see `GradientSync`.
+        main_grad: The accessor of gradients; None for ``.grad``.
 
     Raises:
-        TopologyError: If the modules are not those of the topology's stages.
+        TopologyError: If the modules do not match the topology's stages.
         PlanError: If a tie names a parameter that no stage holds, or parameters that cannot be
             one parameter.
     """
@@ -176,7 +176,7 @@ def make_manifest(
         )
     ties = declared(tied)
     held_by = [topology.at(rank).local_stages for rank in sorted(topology.ranks)]
-    # The same rank of every pipeline holds the same modules: they are described once.
+    # Describe modules once, because the same rank of every pipeline holds the same modules.
     of_stages = {
         stages: describe_rank({s: modules[s] for s in stages}, main_grad, {}, ties)
         for stages in sorted(set(held_by))
@@ -192,8 +192,8 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
         PlanError: If a tie names a parameter that no stage holds, or parameters that cannot be
             one parameter.
     """
-    # Every rank runs this on the same manifests, so all ranks have the same result, or the same
-    # error. Settings come first: other differences often follow from a different option.
+    # All ranks have the same result, or the same error, because each runs this on the same
+    # manifests. Settings come first, because other differences often follow from an option.
     by_rank = dict(zip(sorted(topology.ranks), manifests, strict=True))
     for name in dict.fromkeys(name for m in manifests for name, _ in m.settings):
         same(name, {r: dict(m.settings).get(name, "nothing") for r, m in by_rank.items()})
@@ -222,13 +222,13 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
 
 def _merged(copies: Sequence[ParameterEntry]) -> ParameterEntry:
     """Returns the entry of the lowest rank; a DTensor gets the shape of its largest local shard."""
-    # The lowest rank that holds a parameter decides how it starts: replicas are made equal to it
-    # before the first step.
+    # The lowest rank that holds a parameter determines its initial values, because replicas are
+    # made equal to it before the first step.
     entry = copies[0]
     if entry.layout is None:
         return entry
-    # A slot must have the same size on all ranks of a collective, and local shards may differ by a
-    # row. So the largest shard decides.
+    # The largest shard determines the shape, because a slot must have the same size on all ranks of
+    # a collective, and local shards may differ by a row.
     shapes = [copy.shard.shape for copy in copies if copy.shard is not None]
     shape = tuple(map(max, zip(*shapes, strict=True)))
     row_major = torch.empty(shape, device="meta").stride()
@@ -274,8 +274,8 @@ def _find_ties(
             holders = first_names(by_name.get(name, ()))
             starts = {at: entries[at].constant for at in sorted(holders)}
             _refuse_ambiguous(tie, name, starts, certain)
-    # A tie may be declared, or one rank may hold one object at several locations. Both kinds are
-    # united, so a parameter that is tied in both ways has one group.
+    # A tie may be declared, or one rank may hold one object at several locations. Unite both kinds,
+    # because a parameter that is tied in both ways must have one group.
     linked = [group for m in manifests for group in m.linked]
     united_locations = united([*(locations for _, locations in claims), *linked])
     groups = sorted(tuple(sorted(group)) for group in united_locations)
@@ -295,8 +295,8 @@ def _refuse_missing(
     """Refuses a tie that names a parameter that no stage holds."""
     missing = [at for at in tie.locations if at not in claimed]
     missing_names = [name for name in tie.names if name not in by_name]
-    # A cut may rename parameters, and a tracer may drop aliases. So a name of the uncut model that
-    # no stage has is an error only if the tie has fewer locations than names.
+    # A name of the uncut model that no stage has is an error only if the tie has fewer locations
+    # than names, because a cut may rename parameters, and a tracer may drop aliases.
     is_complete = are_traced or len(claimed) >= len(tie.names)
     if missing or (missing_names and not (claimed and is_complete)):
         absent = missing_names or [f"{name!r} on stage {stage}" for stage, name in missing]
@@ -347,7 +347,7 @@ def _refuse_different_starts(
     certain: set[Location],
     claims: Sequence[tuple[Tie, set[Location]]],
 ) -> None:
-    """Refuses locations of one tie that start with different values: one would be overwritten.
+    """Refuses locations of one tie with different initial values, because one would be lost.
 
     Different values are allowed if both locations surely hold the parameter, as each rank may use
     its own seed. They are also allowed if the overwritten values are zeros.

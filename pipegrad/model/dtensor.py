@@ -1,9 +1,9 @@
 """Local shards: the part of a DTensor parameter that a rank holds, and the layout of the whole.
 
 The ranks of a DTensor's mesh reduce among themselves: FSDP2 over its mesh, tensor parallelism in
-its own computes. pipegrad reduces along the other dimensions, along which ranks of the same
-coordinate hold the same part. So this file only looks at parts. Only `redistribute_gradient`
-communicates.
+its own computes. This file only looks at local parts, because pipegrad reduces along the other
+dimensions, along which ranks of the same coordinate hold the same part. Only
+`redistribute_gradient` communicates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAIN = (torch.Tensor, nn.Parameter, type(None))
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """True if a tensor is a DTensor. False if nobody has imported DTensor, which is slow."""
+    """True if a tensor is a DTensor. It does not import DTensor, because that is slow."""
     if type(tensor) in PLAIN:  # a short cut: this runs several times for each gradient and step
         return False
     return is_imported_kind(tensor, "torch.distributed.tensor", "DTensor")
@@ -32,13 +32,13 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a DTensor lies over ranks: the same on all its ranks, and on its ties.
+    """The layout of a DTensor over ranks, equal on all its ranks, and on its ties.
 
     Attributes:
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         mesh: Name and size of each mesh dimension.
         placements: torch's placement along each mesh dimension, as text.
-        replicated: For each mesh dimension, whether all ranks along it hold the same part.
+        replicated: For each mesh dimension, True if all ranks along it hold the same part.
     """
 
     shape: tuple[int, ...]
@@ -58,8 +58,8 @@ class Shard:
     """The part of a DTensor that one rank holds.
 
     Attributes:
-        shape: Of the part. The last ranks may hold less than others, or nothing.
-        coordinate: Of the rank in the DTensor's mesh.
+        shape: Shape of the part. The last ranks may hold less than others, or nothing.
+        coordinate: Coordinate of the rank in the DTensor's mesh.
         members: Global ranks of that mesh.
     """
 
@@ -77,7 +77,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def described(parameter: torch.Tensor) -> tuple[Layout, Shard] | tuple[None, None]:
-    """Returns how a DTensor lies over ranks, and this rank's part of it; Nones of other tensors."""
+    """Returns the layout of a DTensor, and this rank's part of it; Nones for other tensors."""
     if not is_dtensor(parameter):
         return None, None
     mesh = parameter.device_mesh
@@ -96,7 +96,7 @@ def described(parameter: torch.Tensor) -> tuple[Layout, Shard] | tuple[None, Non
 
 
 def as_dtensor(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a DTensor that lies as a parameter does, and holds this rank's part itself."""
+    """Returns a DTensor with the layout of a parameter, which holds this rank's part itself."""
     assert is_dtensor(parameter)
     from torch.distributed.tensor import DTensor  # the parameter is one: no slow import
 
@@ -112,10 +112,10 @@ def as_dtensor(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def redistribute_gradient(parameter: torch.Tensor) -> None:
-    """Makes the gradient of a DTensor lie as the DTensor does; sums terms over its mesh.
+    """Gives the gradient of a DTensor the placements of the DTensor; sums terms over its mesh.
 
-    Sync: a collective on the current stream, if the gradient lies otherwise. All ranks of the mesh
-    must call it for the same parameters, in the same order.
+    Sync: a collective on the current stream, if the placements differ. All ranks of the mesh must
+    call it for the same parameters, in the same order.
     """
     # A backward leaves such a gradient if there was no gradient to add to.
     gradient = parameter.grad

@@ -24,7 +24,7 @@ class MainGrad:
     a rank has only a shard of the result, in that ``.grad``, and ``main_grad`` is None.
 
     Args:
-        dtype: In which gradients accumulate.
+        dtype: dtype in which gradients accumulate.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -41,7 +41,7 @@ def gradient_dtype(parameter: nn.Parameter, main_grad: MainGrad | None) -> torch
 def gradients_of(
     parameters: Sequence[nn.Parameter], main_grad: MainGrad | None
 ) -> list[torch.Tensor | None]:
-    """Returns the gradients of parameters, wherever they live."""
+    """Returns the gradients of parameters, from ``.grad`` or ``.main_grad``."""
     attribute = "grad" if main_grad is None else "main_grad"
     return [getattr(parameter, attribute, None) for parameter in parameters]
 
@@ -51,7 +51,7 @@ def set_gradients(
     gradients: Iterable[torch.Tensor | None],
     main_grad: MainGrad | None,
 ) -> None:
-    """Sets the gradients of parameters, wherever they live."""
+    """Sets the gradients of parameters, in ``.grad`` or ``.main_grad``."""
     attribute = "grad" if main_grad is None else "main_grad"
     named: Any
     for named, gradient in zip(parameters, gradients, strict=True):
@@ -70,7 +70,7 @@ def take_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     )
     main = getattr(named, "main_grad", None)
     if main is None:
-        if gradient is not None and not was_added:  # a copy: autograd may share it with others
+        if gradient is not None and not was_added:  # copy, because autograd may share it
             named.main_grad = gradient.detach().to(dtype, copy=True)
     elif was_added:
         increment_version(main)  # a kernel writes to an address, which no counter shows

@@ -23,13 +23,13 @@ class ParameterEntry:
 
     Attributes:
         aliases: Its other names in that stage.
-        shape: Of the whole tensor. In the agreed model, a DTensor has the shape of its largest
-            local shard.
-        layout: How a DTensor lies over ranks; None for other tensors.
+        shape: Shape of the whole tensor. In the agreed model, a DTensor has the shape of its
+            largest local shard.
+        layout: Layout of a DTensor over ranks; None for other tensors.
         kind: Class name of the module that has it under its first name.
         tied_in_stage: Whether several modules of the stage hold it. A module with several names is
             one module.
-        digest: Of a sample of its initial bits; None if all elements are equal, or unknown.
+        digest: Digest of a sample of its initial bits; None if all elements are equal, or unknown.
         constant: The initial bits of one element, if all elements are equal.
         shard: The part of a DTensor on this rank.
     """
@@ -62,7 +62,7 @@ class RankManifest:
         stages: Stage -> its parameters, in the order of ``named_parameters``.
         wrappers: Stage -> class name of the wrapper that reduces its gradients, if there is one.
         linked: Groups of locations that are one object on this rank.
-        device_type: Of the parameters; "" if there are none.
+        device_type: Device type of the parameters; "" if there are none.
         settings: Name -> value, for options that must be the same on all ranks.
         held: Index of a tie, and a location that surely holds its parameter of the uncut model.
         traced: Stages that torch's tracer has made.
@@ -132,7 +132,7 @@ class Manifest:
         shard, layout = self.shard(rank, key), self.entries(key)[0].layout
         if shard is None or layout is None:
             return True
-        # Along a sharded dimension each rank has its own part, and every part counts. Along a
+        # Along a sharded dimension every part counts, because each rank has another one. Along a
         # replicated dimension all ranks have the same part, and the one at coordinate 0 counts.
         coordinates = zip(shard.coordinate, layout.replicated, strict=True)
         return not any(at for at, replicated in coordinates if replicated)
@@ -150,7 +150,7 @@ class Manifest:
     def _locations(self) -> dict[str, tuple[Location, ...]]:
         tied = {location: tie for tie in self.ties for location in tie}
         groups = [tied.get(location, (location,)) for location in self._entries]
-        # The key comes from the lowest holder, so all holders of a tied parameter have one key.
+        # The key comes from the lowest holder, because all holders of a tie must have one key.
         return {f"{group[0][0]}.{group[0][1]}": group for group in groups}
 
     @cached_property

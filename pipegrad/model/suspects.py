@@ -25,8 +25,8 @@ def fingerprint(parameter: torch.Tensor) -> tuple[str | None, str | None]:
     If all elements are equal, `varying` is None, and otherwise `constant` is. Both are None on the
     meta device, and without elements. A single element is a constant.
     """
-    # Constants are apart because they prove nothing: all biases start with zeros. Only drawn values
-    # can show a tie.
+    # Constants are separate, because they prove nothing: for example, all biases start with zeros.
+    # Only drawn values can show a tie.
     parameter = local(parameter).detach()
     if parameter.is_meta or parameter.numel() == 0:
         return None, None
@@ -39,7 +39,7 @@ def fingerprint(parameter: torch.Tensor) -> tuple[str | None, str | None]:
 
 
 def begin_of(module: nn.Module) -> str:
-    """Returns a digest of how all parameters of a module begin: another seed has another one.
+    """Returns a digest of the initial values of a module; another seed gives another digest.
 
     It is "" if a parameter has no values, or is a part of one.
     """
@@ -66,11 +66,11 @@ def likely_ties(
 
     Only a tie explains a likely group. A common seed explains an alike group (see
     `_from_one_seed`), or cloned layers do: a stage holds the bits twice, under names that differ
-    only in a number. Frozen parameters are in neither, since they cannot drift apart.
+    only in a number. Frozen parameters are in neither, because they cannot drift apart.
 
     Args:
         stages: For each stage its parameters, in the order of ``named_parameters``.
-        ties: The declared ties, and those by identity.
+        ties: The declared ties, and the ties by identity.
     """
     stages_of = {location: {stage for stage, _ in tie} for tie in ties for location in tie}
     by_digest: dict[str, list[tuple[int, ParameterEntry]]] = defaultdict(list)
@@ -79,7 +79,7 @@ def likely_ties(
             if entry.digest is not None:
                 by_digest[entry.digest].append((stage, entry))
 
-    @cache  # since a stage has many parameters
+    @cache  # because a stage has many parameters
     def are_from_one_seed(first: int, other: int) -> bool:
         untied = [[e for e in stages[s] if (s, e.name) not in stages_of] for s in (first, other)]
         return _from_one_seed(*untied)
@@ -94,7 +94,7 @@ def likely_ties(
             continue
         names = {(entry.kind, _NUMBER.sub("#", entry.name)) for _, entry in equal}
         is_cloned = len(equal) > len(holders) and len(names) == 1
-        # If one pair of stages looks like two draws from one seed, the whole group is harmless.
+        # The whole group is harmless if one pair of stages looks like two draws from one seed.
         is_seeded = any(are_from_one_seed(*pair) for pair in combinations(holders, 2))
         (alike if is_cloned or is_seeded else likely).append(locations)
     return sorted(likely), sorted(alike)
@@ -105,8 +105,8 @@ def _from_one_seed(first: Sequence[ParameterEntry], other: Sequence[ParameterEnt
 
     Then both stages draw the same parameters in the same order, until the shorter stage ends. Their
     names are equal except for numbers. The classes of their modules, their shapes and their
-    constants are equal too. Under adapters, frozen parameters are loaded, so only the trained ones
-    need to be equal. A single drawn parameter is no proof, unless its name is also equal.
+    constants are equal too. Under adapters, only the trained parameters need to be equal, because
+    frozen ones are loaded. A single drawn parameter is no proof, unless its name is also equal.
     """
 
     def draw(entry: ParameterEntry) -> tuple[object, ...]:

@@ -32,15 +32,15 @@ Tied = Sequence[Sequence[str] | Mapping[int, str] | Mapping[str, str]]
 
 
 class AllTies(list[Any]):
-    """All ties of a model that was known whole: its other parameters may start alike."""
+    """All ties of a model that was complete; its other parameters may start alike."""
 
 
 class SharedNames(list[str]):
-    """The names of one parameter in the uncut model: stages recognise it under any name.
+    """The names of one parameter in the uncut model; stages recognise it under any name.
 
     Attributes:
         parameter: A weak reference. A stage that was sliced out of the model holds the parameter.
-        digest: Of its bits, to recognise copies; None if another parameter has the same bits.
+        digest: Digest of its bits, to recognise copies; None if another parameter has these bits.
     """
 
     parameter: weakref.ref[nn.Parameter]
@@ -70,11 +70,13 @@ class Tie:
 def find_tied(model: nn.Module) -> list[list[str]]:
     """Returns the parameters that `model` holds under several names, as lists of those names.
 
-    It compares identities, so call it before the model is cut or copied. Names are without wrapper
-    prefixes, in the order of ``named_parameters``. Lists are in the order of their first name.
+    Call it before the model is cut or copied, because it compares identities. Names are without
+    wrapper prefixes, in the order of ``named_parameters``. Lists are in the order of their first
+    name.
 
-    In this process, the lists also recognise the parameters themselves, so stages may have other
-    names for them. In another process, or copied, they are only lists of names.
+    In this process, stages may have other names for the parameters, because the lists also
+    recognise the parameters themselves. In another process, or copied, they are only lists of
+    names.
 
     Raises:
         PlanError: If two parameters are different views of the same memory.
@@ -85,8 +87,8 @@ def find_tied(model: nn.Module) -> list[list[str]]:
     for name, parameter in named:
         groups[memory_of(parameter)].append((name, parameter))
     tied = [group for group in groups.values() if len(group) > 1]
-    # A digest recognises a copy only if no other parameter of the model has the same bits. Only
-    # parameters of the shape of a tied parameter can, so only these are read.
+    # A digest recognises a copy only if no other parameter of the model has the same bits. Read
+    # only parameters of the shape of a tied parameter, because no others can have its bits.
     shapes = {group[0][1].shape for group in tied}
     first = (group[0][1] for group in groups.values())
     times = Counter(fingerprint(parameter)[0] for parameter in first if parameter.shape in shapes)
@@ -145,7 +147,7 @@ def _stage_index(stage: object) -> int:
 def named(modules: Mapping[int, nn.Module]) -> Iterator[tuple[Location, str, nn.Parameter]]:
     """Yields location, full name and parameter for every name in every local stage, aliases too.
 
-    Full names are those inside the `unwrapped` stage.
+    Full names are names inside the `unwrapped` stage.
     """
     for stage in sorted(modules):
         inside = unwrapped(modules[stage])
@@ -177,7 +179,7 @@ def declared_locations(tie: Tie, by_name: Mapping[str, Sequence[Location]]) -> s
 
 
 def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
-    """Makes every tie within this rank one Parameter object, that of its lowest location.
+    """Makes every tie within this rank one Parameter object, the one at its lowest location.
 
     A tracer or a deepcopy may have made several objects. The one object is then scaled, reduced,
     clipped and updated once, and needs no collective.
@@ -201,8 +203,8 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
             claim.update(_unlisted_names([by_location[location] for location in claim], names))
         tie_of.update(dict.fromkeys(claim, tie))
     wrapped = {stage for stage, parts in fsdp_modules(modules).items() if parts}
-    # All groups are united before anything is replaced: a tie by name and a tie by memory may have
-    # a location in common, and must then end as one object.
+    # Unite all groups before anything is replaced, because a tie by name and a tie by memory may
+    # have a location in common, and must then become one object.
     order = {location: index for index, location in enumerate(by_location)}
     for group in united([*by_memory.values(), *claims]):
         first, *others = (by_location[at] for at in sorted(group, key=order.__getitem__))
@@ -291,8 +293,8 @@ def refuse_likely_ties(
     Raises:
         PlanError: If there are such parameters. It lists them, with the declaration to write.
     """
-    # A missing tie makes the copies drift apart without any error, so a likely one stops the job.
-    # If a seed explains the equal values, most likely nothing is tied.
+    # A likely tie stops the job, because a missing one makes the copies drift apart without any
+    # error. If a seed explains the equal values, most likely nothing is tied.
     likely, alike = likely_ties(stages, ties)
     likely = [
         locations
@@ -332,8 +334,8 @@ def refuse_partly_shared(parameters: Iterable[tuple[str, nn.Parameter]]) -> None
     """
     different = {memory_of(parameter): (name, parameter) for name, parameter in parameters}
     views = [(n, view) for n, p in different.values() if _address(view := local(p).detach())]
-    # Views are visited by their first byte. Only views that have not ended yet can overlap the next
-    # view, so few pairs are compared byte by byte.
+    # Visit views by their first byte, because few pairs are then compared byte by byte: only views
+    # that have not ended yet can overlap the next view.
     open_views: list[tuple[str, torch.Tensor]] = []
     for name, view in sorted(views, key=lambda v: (str(v[1].device), v[1].data_ptr())):
         open_views = [
@@ -352,8 +354,8 @@ def refuse_partly_shared(parameters: Iterable[tuple[str, nn.Parameter]]) -> None
 
 def _overlap(first: torch.Tensor, other: torch.Tensor) -> bool:
     """True if two different views have a byte in common."""
-    # Two ranges of bytes may overlap although no byte is shared, as for two columns of a matrix. So
-    # both views are drawn on a mask of bytes.
+    # Draw both views on a mask of bytes, because two ranges of bytes may overlap without a common
+    # byte, for example two columns of a matrix.
     begin = min(first.data_ptr(), other.data_ptr())
     touched = torch.zeros(max(_end(first), _end(other)) - begin, dtype=torch.bool)
     masks = [

@@ -1,6 +1,7 @@
 """Wrappers of a stage: DistributedDataParallel, FSDP1 and FSDP2. No other file looks for them.
 
-FSDP is slow to import. If nobody has imported it, no module can be wrapped by it.
+FSDP is not imported here, because that is slow. If no code has imported it, no module is wrapped by
+it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def reshard(parts: Iterable[FSDPModule]) -> None:
 
 def is_imported_kind(value: object, module: str, name: str) -> bool:
     """True if a value is an instance of a class whose module is slow to import."""
-    # If nobody has imported the module, no such instance exists. While the module is imported, the
-    # class may be missing in it.
+    # Before an import of the module, no such instance exists. During the import, the class may be
+    # missing in it.
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)

@@ -1,4 +1,4 @@
-"""Buckets: the gradients that travel together, and the slot of each. Pure."""
+"""Buckets: gradients that are reduced together, and the slot of each. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one gradient is in a flat buffer: element offset, shape and strides."""
+    """The place of one gradient in a flat buffer: element offset, shape and strides."""
 
     key: str
     offset: int
@@ -47,8 +47,8 @@ class Kind:
         holders: Stages that hold the parameters.
         dtype: dtype in which gradients accumulate.
         wire_dtype: dtype in which they are sent.
-        sum_dtype: dtype in which the parts of ranks are added: that of the wire, or a wider one.
-        divisor: Gradients are divided by this, besides the divisor of each step.
+        sum_dtype: dtype in which the parts of ranks are added: `wire_dtype`, or a wider one.
+        divisor: Gradients are divided by this, in addition to the divisor of each step.
     """
 
     ready: int
@@ -61,19 +61,19 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket(Kind):
-    """Parameters whose gradients travel together. It differs between ranks in two fields.
+    """Parameters whose gradients are reduced together. It differs between ranks in two fields.
 
-    The route has the ranks of the rank's own copy. And a rank with a smaller local shard of a
-    DTensor has a smaller shape in that slot. The shard begins where the slot begins, as on all
-    ranks with which it is reduced.
+    The route has the ranks of this rank's copy. And a rank with a smaller local shard of a DTensor
+    has a smaller shape in that slot. The shard begins where the slot begins, as on all ranks with
+    which it is reduced.
 
     Attributes:
         index: Its number among the buckets of all ranks, in the order in which they become ready.
-            Negative if nobody reduces its gradients.
+            Negative if its gradients are not reduced.
         parameter_dtype: dtype of its parameters in a parameter sync.
         route: The reductions, in order.
-        slots: By reverse position in the model, which is the order in which backward fills them.
-            With WHOLE the slots of each rank lie together.
+        slots: Slots by reverse position in the model, which is the order of backward. With WHOLE
+            the slots of each rank lie together.
         payload_numel: Elements of all slots, with padding. The flags follow, one for each slot.
             Only with SHARD is it a multiple of the number of ranks.
         whole_numels: With WHOLE, the elements of each rank of that reduction, by its order of
@@ -111,9 +111,9 @@ class Bucket(Kind):
         return region
 
     def scattered(self, step: int, rank: int) -> tuple[int, ...]:
-        """Returns how many elements each rank of a reduction has after it, by its order of ranks.
+        """Returns the count of elements of each rank after a reduction, by its order of ranks.
 
-        Without SHARD or WHOLE all have what they had.
+        Without SHARD or WHOLE the counts do not change.
         """
         reduction = self.route[step]
         if reduction.placement.divides_parameters:
@@ -147,9 +147,9 @@ class Bucket(Kind):
 
 
 # [Note: shards] After a reduction with SHARD or WHOLE, a rank continues with one region of the
-# payload, and with the flags. The flags are copied to right behind the region, over elements that
-# belong to other ranks now. So the later reductions of the route also have one flat tensor, the
-# rank's part.
+# payload, and with the flags. The flags are copied to the memory right after the region, over
+# elements that belong to other ranks now, because later reductions of the route also need one flat
+# tensor, the rank's part.
 
 
 def in_few_words(keys: Sequence[str]) -> str:
@@ -167,8 +167,8 @@ def make_buckets(
     """Returns the buckets of all ranks, numbered by readiness."""
     alone = options.stage_ticks or range(topology.num_stages - 1, -1, -1)
     several = options.shared_ticks or alone
-    # Backward completes gradients in the reverse order of the model. With buckets in this order,
-    # the first bucket is complete early, and its collective runs during the rest of the backward.
+    # Reverse order of the model, because backward completes gradients in this order: the first
+    # bucket is complete early, and its collective runs during the rest of the backward.
     families: dict[tuple[Kind, object], list[ParameterRecord]] = {}
     for record in sorted(manifest.parameters, key=lambda x: (x.position, x.key), reverse=True):
         route = routes.get(record.key, ())
@@ -185,8 +185,8 @@ def make_buckets(
             sum_dtype=torch.promote_types(wire, options.sum_dtype or wire),
             divisor=divisors.get(record.key, 1.0),
         )
-        # Buckets must be equal on all ranks, so the route counts without its ranks. The dtype of
-        # the parameter counts only if parameters are sent.
+        # The route counts without its ranks, because buckets must be equal on all ranks. The dtype
+        # of the parameter counts only if parameters are sent.
         is_sent = any(step.syncs_parameters for step in route)
         along = signature(route), record.dtype if is_sent else None
         families.setdefault((kind, along), []).append(record)
@@ -200,7 +200,7 @@ def make_buckets(
     # Two buckets may be ready in the same tick, in one stage. The later position in the model is
     # complete first.
     cuts.sort(key=lambda x: (x[0].ready, -x[2][-1].position, str(x[:2])))
-    costs: dict[tuple[int, ...], list[int]] = {}  # ranks of a WHOLE -> what each steps so far
+    costs: dict[tuple[int, ...], list[int]] = {}  # ranks of a WHOLE -> cost of each rank so far
     return tuple(
         _bucket(index, kind, cut, manifest=manifest, route=routes[cut[0].key], costs=costs)
         for index, (kind, _, cut) in enumerate(cuts)
@@ -210,7 +210,7 @@ def make_buckets(
 def unsent_buckets(
     manifest: Manifest, records: Iterable[ParameterRecord], divisors: Divisors
 ) -> list[Bucket]:
-    """Returns a bucket for each kind of gradients that nobody reduces, numbered -1, -2 and so on.
+    """Returns a bucket for each kind of gradients without a reduction, numbered -1, -2 and so on.
 
     Args:
         manifest: The agreed model.
@@ -236,14 +236,14 @@ def unsent_buckets(
 
 
 def _num_owners(route: Route) -> int:
-    """Returns how many ranks divide whole parameters; `make_routes` allows one WHOLE."""
+    """Returns the number of ranks that divide whole parameters; `make_routes` allows one WHOLE."""
     return max((len(s.ranks) for s in route if s.placement.divides_parameters), default=1)
 
 
 def cut_by_bytes(
     records: Iterable[ParameterRecord], dtype: torch.dtype, capacity_bytes: int, least: int = 1
 ) -> Iterator[list[ParameterRecord]]:
-    """Yields runs of at most `capacity_bytes`. A larger parameter is a run by itself.
+    """Yields runs of at most `capacity_bytes`. A larger parameter is a separate run.
 
     A run has at least `least` parameters, even if it is larger then.
     """
@@ -260,7 +260,7 @@ def cut_by_bytes(
 
 
 def step_cost(shape: Sequence[int]) -> int:
-    """Returns what a step of a matrix costs, in any unit: as an iteration of Newton-Schulz.
+    """Returns the cost of a step of a matrix, in any unit: an iteration of Newton-Schulz.
 
     More than two dimensions count as one matrix, with the rows of the first.
     """
@@ -271,9 +271,9 @@ def step_cost(shape: Sequence[int]) -> int:
 def share_out(records: Iterable[ParameterRecord], costs: list[int]) -> list[list[ParameterRecord]]:
     """Returns the parameters of a bucket that each rank owns.
 
-    The costliest one goes first, to the rank whose steps cost least so far.
+    The costliest one comes first, and goes to the rank whose steps cost least so far.
     """
-    # Balance inside a bucket also matters: the rank that owns most of it receives most.
+    # Balance inside a bucket also matters, because the rank that owns most of it receives most.
     shares: list[list[ParameterRecord]] = [[] for _ in costs]
     for record in sorted(records, key=lambda x: step_cost(x.shape), reverse=True):
         owner = costs.index(min(costs))
@@ -302,8 +302,8 @@ def _bucket(
     for record in records:
         slots.append(Slot(record.key, offset, record.shape, _common_stride(manifest, record)))
         offset += _aligned(record.numel, wire)
-    # All shards have the same size. The flags are written right after a shard, over a shard of
-    # another rank; see [Note: shards]. So no shard may be smaller than the flags.
+    # All shards have the same size. No shard may be smaller than the flags, because these are
+    # written right after a shard, over a shard of another rank; see [Note: shards].
     num_shards = math.prod(len(s.ranks) for s in route if s.placement.divides_elements)
     minimum = len(slots) * num_shards if num_shards > 1 else 0
     return Bucket(
@@ -325,8 +325,8 @@ def _aligned(numel: int, dtype: torch.dtype, num_shards: int = 1) -> int:
 def _common_stride(manifest: Manifest, record: ParameterRecord) -> tuple[int, ...]:
     """Returns the parameter's strides if they are dense and equal on all holders, else row-major.
 
-    Autograd needs a gradient with the strides of its parameter; otherwise it copies. And a
-    reduction adds elements by position, so all holders must have the same strides.
+    Dense, because autograd copies a gradient that does not have the strides of its parameter.
+    Equal, because a reduction adds elements by position.
     """
     strides = {entry.stride for entry in manifest.entries(record.key)}
     example = torch.empty_strided(record.shape, min(strides), device="meta")
@@ -354,8 +354,8 @@ def localised(
 
 def _shard(slot: Slot, shape: tuple[int, ...] | None) -> Slot:
     """Returns a slot for a local shard, row-major."""
-    # The strides of the slot are those of the largest shard. They would leave gaps in a smaller
-    # one.
+    # Compute the strides, because the slot has the strides of the largest shard. They would leave
+    # gaps in a smaller one.
     if shape is None:
         return slot
     return replace(slot, shape=shape, stride=tuple(torch.empty(shape, device="meta").stride()))

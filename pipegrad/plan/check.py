@@ -1,9 +1,9 @@
 """Refuses plans that contradict each other, the stages, or the model. Pure.
 
-Each check finds a mistake that would otherwise hang a job, or silently give wrong gradients. Copies
-that no handler keeps equal are such a mistake. Along dimensions of the same data, such as tensor
-parallelism, copies are recognised by their initial values. Along data-parallel dimensions, all
-parameters are copies.
+Each check finds a mistake that would otherwise hang a job, or silently give wrong gradients. One
+such mistake is a copy that no handler keeps equal. Along dimensions of the same data, such as
+tensor parallelism, copies are recognised by their initial values. Along data-parallel dimensions,
+all parameters are copies.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _reduced_over(manifest: Manifest, rank: int, key: str, route: Route) -> list
 
 def _pairs(routes: Routes) -> Iterator[tuple[str, int, ReductionStep, int, int]]:
     """Yields each step of each route with two ranks to compare: key, number, step, rank, member."""
-    # The owner is compared with all members, and each member with the owner. So all pairs are
-    # covered, in linear time.
+    # Compare the owner with all members, and each member with the owner, because this covers all
+    # pairs in linear time.
     for rank, by_key in routes.items():
         for key, route in by_key.items():
             for number, step in enumerate(route):
@@ -76,7 +76,7 @@ def _pairs(routes: Routes) -> Iterator[tuple[str, int, ReductionStep, int, int]]
 
 def _check_members(routes: Routes) -> None:
     """All members of a reduction must have it in their routes, and the same part before it."""
-    # Otherwise the others would hang, or the reduction would add different shards of one gradient.
+    # The others would hang otherwise, or the reduction would add different shards of one gradient.
     for key, number, step, rank, member in _pairs(routes):
         route, on_member = routes[rank][key], routes[member].get(key, ())
         if step not in on_member:
@@ -128,8 +128,8 @@ def _check_wrappers(
             for record in manifest.records(topology.at(rank))
             if any(s == stage for s, _ in manifest.locations(record.key))
         ]
-        # FSDP2 reduces over its mesh only the parameters that it shards. The other parameters of
-        # the stage see different data on each rank of the mesh, too.
+        # The other parameters of the stage need a handler, because FSDP2 reduces only the ones that
+        # it shards, and each rank of its mesh sees different data.
         shards = [x for r, _, x in held if x and r.requires_grad and wrapper == FSDP2]
         members = min((x.members for x in shards if len(x.members) > 1), default=())
         for record, route, shard in held:
@@ -225,7 +225,8 @@ def check_sums(buckets: Iterable[Bucket], handlers: Mapping[str, GradientHandler
                     f"{words}{bucket.names} by a communication hook, which adds in the dtype that "
                     f"it sends: drop its hook, or sum_dtype"
                 )
-            # Each rank of a chain rounds the sum that it sends on. Two ranks add once.
+            # Refuse longer chains, because each rank of a chain rounds the sum that it sends. Two
+            # ranks add once.
             if step.placement.has_owner and len(step.ranks) > 2:
                 raise PlanError(
                     f"{words}{bucket.names} along a chain of {len(step.ranks)} ranks, which round "
@@ -243,13 +244,13 @@ def refuse_suspected_replicas(
     """Refuses copies along a dimension of the same data that are not reduced along it.
 
     A handler reduces them, or the ranks of a DTensor do. Parameters with different initial values
-    are shards, not copies: a reduction of them is refused. If all elements are equal at the start,
-    it is unknown whether they are copies: then it warns.
+    are shards, not copies, and must not be reduced. If all elements are equal at the start, it only
+    warns, because it is unknown if they are copies.
 
     Args:
         manifest: The agreed model.
         view: The topology of the rank whose parameters are checked.
-        routes: Of that rank.
+        routes: Routes of that rank.
         fingerprints: Rank -> location -> digest of a parameter that is not constant.
         allow_unsynced: Shell-style patterns of keys or names that need no reduction.
 
@@ -257,7 +258,7 @@ def refuse_suspected_replicas(
         PlanError: If there are such parameters. It names one, and the option to write.
     """
     # All ranks along such a dimension see the same data. Without a reduction, rounding alone makes
-    # their copies drift apart, so slowly that no loss curve shows it.
+    # their copies drift apart, too slowly for a loss curve to show it.
     for axis, size in view.axes:
         if size == 1 or axis in (view.pipeline, *view.data_axes):
             continue
@@ -267,8 +268,8 @@ def refuse_suspected_replicas(
             route, location = routes.get(record.key, ()), (record.stage, record.name)
             starts = {rank: fingerprints[rank].get(location) for rank in ranks}
             for step in route:
-                # If the ranks hold different shards, a reduction would add gradients of different
-                # parameters.
+                # Refuse different starts, because a reduction of different shards would add
+                # gradients of different parameters.
                 along = sorted(set(step.ranks) & set(ranks))
                 if len({starts[rank] for rank in along}) > 1:
                     raise PlanError(
@@ -317,13 +318,13 @@ def refuse_bare_replicas(
     """Refuses trained parameters that are not averaged over ranks that see different data.
 
     A handler averages them, or DistributedDataParallel does, or the ranks of a DTensor do. A
-    handler may also divide a gradient by the size of the remaining dimensions: then each rank has
-    its own parameters, as with experts.
+    handler may also divide a gradient by the size of the remaining dimensions, because each rank
+    then has separate parameters, as with experts.
 
     Args:
         manifest: The agreed model.
         view: The topology of the rank whose parameters are checked.
-        routes: Of that rank.
+        routes: Routes of that rank.
         divisors: Key -> divisor of its gradient.
         allow_unsynced: Shell-style patterns of keys or names that need no reduction.
         independent_axes: Dimensions along which replicas train alone.
@@ -374,7 +375,7 @@ def refuse_different_buffers(
 
 
 def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module]) -> None:
-    """Refuses a loss with its own parameters, which nobody would divide or reduce.
+    """Refuses a loss with parameters that no stage holds, because they would not be reduced.
 
     Args:
         loss: A function, a module, or a method of a module.

@@ -2,7 +2,7 @@
 
 To add an option, add a field with its docstring and its limits in `check`; ranks compare it then,
 and every entry accepts it by name. Use it in one place. Its key for a TOML file is in
-train/schema.py, and the wrong values are rows of tests/ranks/gradients/test_sync_failures.py.
+train/schema.py, and wrong values are rows of tests/ranks/gradients/test_sync_failures.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP_SECONDS = 600.0
 # Comparing copies costs less than 0.1 % of a step then: benchmarks/overhead.
 CHECK_EVERY = 500
 
-# Names of options, whether a value is right, and what is expected.
+# Names of options, a check of a value, and a description of the valid values.
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         ("bucket_bytes", "check_every"),
@@ -37,7 +37,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
     (
         ("reduce_dtype", "sum_dtype", "master_dtype"),
-        # torch adds no numbers of eight bits.
+        # At least 16 bits, because torch adds no numbers of eight bits.
         lambda x: x is None or (getattr(x, "is_floating_point", False) and x.itemsize > 1),
         "one of floats of at least 16 bits, or None",
     ),
@@ -58,7 +58,7 @@ class GradientKeywords(TypedDict, total=False):
 
 
 class SyncKeywords(GradientKeywords, total=False):
-    """The fields of `GradientOptions`: a `Scheduler` has the ticks of its schedule."""
+    """All fields of `GradientOptions`. A `Scheduler` takes no ticks, as its schedule has them."""
 
     stage_ticks: Sequence[int] | None
     shared_ticks: Sequence[int] | None
@@ -66,26 +66,26 @@ class SyncKeywords(GradientKeywords, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientOptions:
-    """How gradients travel. `GradientSync`, `Scheduler` and `attach` take each field by its name.
+    """Options of the gradient layer, for `GradientSync`, `Scheduler` and `attach`, by name.
 
     All options must be the same on all ranks.
 
     Attributes:
         bucket_bytes: Wire bytes at which a bucket is closed. A larger gradient has its own bucket.
-        reduce_dtype: dtype on the wire. None: the dtype of each gradient, so nothing is copied.
+        reduce_dtype: dtype on the wire. None: the dtype of each gradient, which needs no copy.
         sum_dtype: dtype in which the parts of ranks are added, if it is wider than the dtype on the
             wire. The sum is rounded once. None: the dtype on the wire.
         master_dtype: dtype of the main parameters, and of the optimizer's state. With float32, each
             parameter of lower precision has a master copy of the part that this rank steps. None:
-            the dtype of each parameter, so nothing is copied.
+            the dtype of each parameter, which needs no copy.
         comm_streams: Number of side streams (on CPU, threads), each with its own communicators. A
             bucket uses comm stream ``index % comm_streams``.
         allow_unsynced: Shell-style patterns of names, or of keys of ties, that may drift apart.
         stage_ticks: For each stage, the time when its gradients are final, in any unit. It orders
             the collectives. None: from the last stage to the first, as in all schedules like 1F1B.
-        shared_ticks: The same for gradients that stages on several ranks hold. None:
-            `stage_ticks`.
-        step_timeout_seconds: How long a step, or another verb, may take on a rank. If it takes
+        shared_ticks: For each stage, the time for gradients that stages on several ranks hold.
+            None: `stage_ticks`.
+        step_timeout_seconds: Time limit of a step, or of another verb, on a rank. If it takes
             longer, the job ends on all ranks with a report: `pipegrad.errors.StallError`. Infinity
             waits for ever.
         check_every: Steps between comparisons of the copies of each parameter; the first ones are
@@ -108,7 +108,7 @@ class GradientOptions:
             value: Any = getattr(self, name)
             if value is None and name != "allow_unsynced":
                 continue
-            # The elements of a set have another order on each rank.
+            # Refuse sets, because their elements have another order on each rank.
             if isinstance(value, str | Set | Mapping) or not isinstance(value, Iterable):
                 raise PlanError(f"{name} is {value!r}, expected a list")
             object.__setattr__(self, name, tuple(value))

@@ -99,14 +99,15 @@ class Plan:
         buckets: The buckets of this rank, by index.
         launches: Its collectives, in the order of ``(ready, step, bucket)``.
         publishes: Its parameter syncs after the optimizer's step, by first use.
-        main_ranges: What the optimizer steps on this rank, by stage and position.
+        main_ranges: Parts that the optimizer of this rank steps, by stage and position.
         trained_numel: Elements of all trained parameters that this rank holds.
         syncs_parameters: Whether any rank needs a parameter sync.
         routes: Key -> route, for every parameter that this rank reduces or keeps equal.
         packs: The parameters of this rank, for making replicas equal.
         groups: Process groups of all ranks, as (ranks, comm stream or `second_communicator` of a
             comm stream). All ranks make them in this order.
-        digest: Of the routes and buckets of all ranks. Equal digests mean that plans fit together.
+        digest: Digest of the routes and buckets of all ranks. Plans with equal digests fit
+            together.
         divisors: Key -> divisor of its gradient before it is sent, if that is not 1.
         independent_axes: Data dimensions along which replicas train alone; mostly none.
         independent_by: Name of the handler that joins them; "" if there is none.
@@ -219,7 +220,7 @@ def make_plan(
 ) -> Plan:
     """Returns the plan of ``topology.rank``. Pure: any rank's plan can be made on any machine.
 
-    Arguments and errors are those of `make_plans`.
+    See `make_plans` for arguments and errors.
     """
     return make_plans(manifest, topology, handlers, options, ranks=[topology.rank])[topology.rank]
 
@@ -236,24 +237,24 @@ def make_plans(
 
     Args:
         manifest: The agreed model.
-        topology: Ranks and stages; of any rank.
+        topology: Ranks and stages, from the view of any rank.
         handlers: Name and instance. Their order changes nothing.
-        options: Of the gradient layer.
+        options: Options of the gradient layer.
         ranks: The ranks of the plans; all by default.
 
     Raises:
         PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
     """
-    # Every rank computes this from the same manifest, and gets the same result. So bucket numbers
-    # and communicators need no further message; `digest` is compared as a check.
+    # Bucket numbers and communicators need no further message, because every rank computes this
+    # from the same manifest, with the same result. `digest` is compared as a check.
     routes, divisors, matrices = make_routes(manifest, topology, handlers)
     check_routes(manifest, topology, routes, options.allow_unsynced)
     axes, by = independent_axes(manifest, topology, handlers, routes)
     shared = shared_routes(routes)
     buckets = make_buckets(manifest, topology, shared, divisors, options)
     check_sums(buckets, dict(handlers))
-    # `check_routes` has checked that the mesh and a parameter's route on one rank decide its routes
-    # on all ranks.
+    # The shared routes are enough, because `check_routes` has checked that the mesh and a
+    # parameter's route on one rank determine its routes on all ranks.
     decided = (topology.axes, topology.ranks, shared, buckets, divisors, axes, by)
     of_rank = partial(
         Plan,
@@ -288,7 +289,7 @@ def _plan_of(
     divisors: Divisors,
     buckets: Iterable[Bucket],
 ) -> Plan:
-    """Makes the plan of ``view.rank``; `of_rank` has what is the same on all ranks."""
+    """Makes the plan of ``view.rank``; `of_rank` has the fields that are equal on all ranks."""
     rank, route_of = view.rank, routes[view.rank]
     held = manifest.records(view)
     trained = [record for record in held if record.requires_grad]
@@ -308,7 +309,7 @@ def _plan_of(
 
 
 def buckets_alone(manifest: Manifest, plan: Plan, view: Topology) -> tuple[Bucket, ...]:
-    """Returns buckets for the gradients of a rank that nobody reduces, with negative numbers."""
+    """Returns buckets for gradients of a rank without a reduction, with negative numbers."""
     reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
     held = [r for r in manifest.records(view) if r.requires_grad and r.key not in reduced]
     shapes = {r.key: shard.shape for r in held if (shard := manifest.shard(view.rank, r.key))}
@@ -319,7 +320,7 @@ def buckets_alone(manifest: Manifest, plan: Plan, view: Topology) -> tuple[Bucke
 def _packs(
     records: Iterable[ParameterRecord], routes: Mapping[str, Route], capacity_bytes: int
 ) -> Iterator[Pack]:
-    """Yields the packs of a rank. Ranks that share one have it at the same place, with all keys."""
+    """Yields the packs of a rank, in the same order and with the same keys on ranks that share."""
     families: dict[tuple[object, ...], list[ParameterRecord]] = {}
     for record in sorted(records, key=lambda record: record.key):
         if route := routes.get(record.key):
@@ -361,8 +362,8 @@ def _publishes(
 
 def _use(bucket: Bucket, number: int, view: Topology, routes: Routes) -> int:
     """Returns the sort key of a parameter sync; see `Publish.use`."""
-    # The syncs of later reductions in the route come first: this sync sends their result. So its
-    # key may not be smaller than theirs, on any member.
+    # The key may not be smaller than the keys of later reductions in the route, on any member,
+    # because their syncs come first: this sync sends their result.
     step = bucket.route[number]
     before = [
         _use(on_rank, later, view.at(rank), routes)
@@ -383,11 +384,11 @@ def _readers(
     return tuple(s for s in bucket.holders if view.stage_to_rank[s] in locations)
 
 
-# [Note: order of publishes] All parameter syncs are launched at one point, after the optimizer's
-# step, and none of them waits for a compute of another rank. So they end if all ranks sort them by
-# the same key. The key is the first use: stages whose forwards come first wait least. Along the
+# [Note: order of publishes] All parameter syncs end if all ranks sort them by the same key, because
+# they are launched at one point, after the optimizer's step, and none of them waits for a compute
+# of another rank. The key is the first use: stages whose forwards come first wait least. Along the
 # route of a bucket, the syncs run backwards: the owner gathers shards first, and then sends the
-# whole parameters on. See step 9 of the journey of a gradient.
+# whole parameters. See step 9 of the journey of a gradient.
 
 
 def _main_ranges(
@@ -413,17 +414,17 @@ def _main_ranges(
 
 
 # [Note: order of collectives] There is one list of all collectives, sorted by one key. Each rank
-# launches its own part of the list in this order, on each comm stream. No rank waits for a
-# collective before `finish`, so computes always go on. So the first collective of the list that is
-# not complete can always complete: all its members have launched everything before it. All
-# reductions of a bucket are on one comm stream, so each starts after the previous one. See step 5
-# of the journey of a gradient.
+# launches its part of the list in this order, on each comm stream. Computes always go on, because
+# no rank waits for a collective before `finish`. The first collective of the list that is not
+# complete can always complete, because all its members have launched everything before it. All
+# reductions of a bucket are on one comm stream, because each must start after the previous one. See
+# step 5 of the journey of a gradient.
 
 
 def second_communicator(comm_stream: int) -> int:
     """Returns the number of a comm stream's second communicator, for pair exchanges."""
-    # The receive of the first message is posted early. NCCL has no tags, so on the same
-    # communicator it would block the message in the other direction.
+    # Use a second one, because the receive of the first message is posted early: on the same
+    # communicator it would block the message in the other direction, as NCCL has no tags.
     return ~comm_stream
 
 
@@ -438,8 +439,8 @@ def _groups(
     comm_stream_of = {
         slot.key: bucket.index % comm_streams for bucket in buckets for slot in bucket.slots
     }
-    # Steps are distinguished by identity: a group may have thousands of ranks, and each of them has
-    # the step in its routes, so comparing ranks would take long.
+    # Distinguish steps by identity, because comparing ranks would take long: a group may have
+    # thousands of ranks, and each of them has the step in its routes.
     used = {
         (id(step), comm_stream_of.get(key)): step
         for by_key in routes.values()
@@ -449,12 +450,13 @@ def _groups(
     alone = topology.ranks if independent else ()
     specs = {(topology.at(rank).ranks_along(independent), 0) for rank in alone}
     for (_, comm_stream), step in used.items():
-        # Comm stream 0 is added for every set of ranks: it makes replicas equal before the first
+        # Add comm stream 0 for every set of ranks, because it makes replicas equal before the first
         # step.
         specs |= {(step.ranks, 0), (step.ranks, comm_stream or 0)}
         if comm_stream is not None and step.is_pair:
             specs.add((step.ranks, second_communicator(comm_stream)))
-    # torch wants that all ranks make all groups in one order, and each rank computes this alone.
+    # Sort, because torch requires that all ranks make all groups in one order, and each rank
+    # computes this alone.
     return tuple(sorted(specs))
 
 
@@ -483,7 +485,7 @@ def independent_axes(
             f"of {list(topology.data_axes)}, along which ranks see different data"
         )
     replica = {rank: topology.at(rank).coordinate(axes) for rank in topology.ranks}
-    # By identity: comparing steps of thousands of ranks takes long.
+    # By identity, because comparing steps of thousands of ranks takes long.
     steps = {id(s): s for by_key in routes.values() for route in by_key.values() for s in route}
     reducing: list[tuple[str, Sequence[int]]] = [
         *((f"handler {s.handler!r} reduces gradients by {s}", s.ranks) for s in steps.values()),
@@ -518,7 +520,7 @@ def independent_axes(
 
 
 def _updated_part(route: Route, rank: int) -> tuple[list[int | bool], bool]:
-    """Returns which part of a parameter a rank steps, and whether it counts."""
+    """Returns the part of a parameter that a rank steps, and True if it counts in a norm."""
     return part_of(route, len(route), rank), is_counted(route, rank)
 
 

@@ -1,4 +1,4 @@
-"""Routes: the reductions of each gradient, in order, from what the handlers return. Pure."""
+"""Routes: the reductions of each gradient, in order, from the results of handlers. Pure."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Divisors = Mapping[str, float]
 
 
 def steps_taken(route: Route, rank: int) -> int:
-    """Returns in how many reductions of a route `rank` takes part."""
-    # After a reduction with OWNER, only the owner has the sum, so only the owner continues.
+    """Returns the number of reductions of a route in which `rank` takes part."""
+    # After a reduction with OWNER, only the owner continues, because only it has the sum.
     ends = (n for n, s in enumerate(route, 1) if s.placement.has_owner and rank != s.owner)
     return next(ends, len(route))
 
@@ -39,7 +39,7 @@ def steps_taken(route: Route, rank: int) -> int:
 def has_result(route: Route, rank: int) -> bool:
     """True if `rank` has a part of the result of a route, if there are several parts."""
     # With SHARD every rank has a part, with REPLICATE every rank has all. With WHOLE the bucket
-    # says which parameters a rank has: see `Plan.main_ranges`.
+    # determines the parameters of a rank: see `Plan.main_ranges`.
     return all(rank == step.owner for step in route if step.placement.has_owner)
 
 
@@ -50,7 +50,7 @@ def is_counted(route: Route, rank: int) -> bool:
 
 
 def part_of(route: Route, num_steps: int, rank: int) -> list[int | bool]:
-    """Returns which part of a gradient `rank` has after `num_steps` reductions of a route."""
+    """Returns the part of a gradient that `rank` has after `num_steps` reductions of a route."""
     return [
         h.ranks.index(rank) if h.placement.scatters else rank == h.owner
         for h in route[:num_steps]
@@ -81,10 +81,10 @@ def make_routes(
     Matrices are the keys that a handler reduces with WHOLE, also over a single rank.
 
     Raises:
-        PlanError: If a handler fails, or what it returns is wrong on any rank.
+        PlanError: If a handler fails, or returns a wrong reduction on any rank.
     """
-    # Handlers are pure. So every rank can compute the routes of all ranks, and compare them before
-    # anything is sent.
+    # Every rank can compute the routes of all ranks, and compare them before anything is sent,
+    # because handlers are pure.
     for name, handler in handlers:
         attempt(f"{name!r}: check()", partial(handler.check, manifest.parameters, topology))
     known = frozenset(topology.ranks)
@@ -129,7 +129,8 @@ def _reductions(
         lambda: list(handler.reductions(records, topology)),
     )
     held = {record.key: record for record in records}
-    # The parameters of a rank share a few groups, and a group may have thousands of ranks.
+    # Check each group once, because the parameters of a rank share a few groups, and a group may
+    # have thousands of ranks.
     checked = set[int]()
     for reduction in reductions:
         if not isinstance(reduction, Reduction):
@@ -164,7 +165,7 @@ def _check_ranks(name: str, reduction: Reduction, rank: int, known: frozenset[in
 
 
 def _faults(name: str, handler: GradientHandler, reduction: Reduction) -> Iterator[str]:
-    """Yields what is wrong with a reduction beside its ranks."""
+    """Yields the mistakes of a reduction, except for its ranks."""
     op, placement, exchange = reduction.op, reduction.placement, reduction.exchange
     if op not in ("sum", "mean"):
         yield f"{_subject(name, reduction)} by {op!r}: expected 'sum' or 'mean'"
@@ -202,8 +203,8 @@ def _routes(
 ) -> dict[str, Route]:
     """Returns key -> route on one rank, without reductions over this rank alone.
 
-    `shared_steps` has the steps of all ranks. Thousands of ranks share a step, and the topology
-    gives all of them one tuple of ranks: comparing an object with itself is fast.
+    `shared_steps` has the steps of all ranks, because thousands of ranks may share a step. The
+    topology gives all of them one tuple of ranks, because comparing an object with itself is fast.
     """
     steps: dict[str, list[ReductionStep]] = {r.key: [] for r in manifest.records(topology)}
     for name, reduction in reductions:
@@ -225,8 +226,8 @@ def _routes(
 
 def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Route:
     """Orders a route by placement; with the same placement, reductions across stages are last."""
-    # A reduction across stages must wait for other stages, reductions inside a stage need not. With
-    # this order the wait is as late as possible.
+    # A reduction across stages comes last, because it must wait for other stages: the wait is then
+    # as late as possible.
     for first, second in combinations(steps, 2):
         if len(twice := sorted({*first.ranks} & {*second.ranks})) > 1:
             raise PlanError(
@@ -244,7 +245,8 @@ def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Ro
     placements = [*Placement]  # the order of a route: see there
     order = sorted(steps, key=lambda h: (placements.index(h.placement), across[h], h.axes))
     for step in order[:-1]:
-        # An exchange ends late, by its receive. A later reduction would need its sum earlier.
+        # Refuse reductions after an exchange, because it ends late, by its receive, and a later
+        # reduction would need its sum earlier.
         if step.is_pair:
             raise PlanError(
                 f"{key!r} is reduced by {step}, handler {step.handler!r}, and then by {order[-1]}: "
@@ -257,8 +259,8 @@ def _divisors(
     manifest: Manifest, topology: Topology, reductions: Mapping[int, NamedReductions]
 ) -> Divisors:
     """Returns the divisors of gradients."""
-    # All copies of a parameter must have the same divisor. Otherwise a sum over ranks would weight
-    # their gradients differently.
+    # All copies of a parameter must have the same divisor, because a sum over ranks would otherwise
+    # weight their gradients differently.
     agreed: dict[str, tuple[float, int]] = {}
     for rank, on_rank in reductions.items():
         divisors = dict.fromkeys((r.key for r in manifest.records(topology.at(rank))), 1.0)

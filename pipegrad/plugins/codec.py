@@ -1,4 +1,4 @@
-"""The contract of edge codecs: how a value crosses a hop in fewer bytes."""
+"""The contract of edge codecs: a codec sends a value over a hop in fewer bytes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 from pipegrad.plugins.registry import CODECS, Registry
 from pipegrad.plugins.written import Constructed
 
-# What crosses a hop: what stages hand on, and the gradients that come back.
+# Values that cross a hop: outputs of stages, and the gradients that come back.
 Carried = Literal["activations", "gradients"]
 CARRIED: tuple[Carried, ...] = ("activations", "gradients")
 
 
 class EdgeCodec(Constructed, ABC):
-    """Makes a message of a floating-point tensor, and the tensor again of the message.
+    """Encodes a floating-point tensor as a message, and decodes the message.
 
     pipegrad does everything else. It calls a codec for tensors of floats alone, and only if the
-    message is shorter than the tensor; all others cross as they are. Both ranks of a hop know
-    beforehand how long a message is, so receives are posted early.
+    message is shorter than the tensor; it sends all others unchanged. Receives are posted early,
+    because both ranks of a hop compute the length of a message in advance.
 
     A codec has no state: one instance serves all hops. Options are keyword-only arguments of
     ``__init__``. Subclasses import only ``pipegrad``'s public names. Equal tensors must give equal
     messages, in every process.
 
-    A codec must not hide nan or inf. If a tensor has such an element, the decoded tensor has one,
-    too: loss scaling, and `GradientSync`, recognise an overflow by it.
+    A codec must not hide nan or inf. If a tensor has such an element, the decoded tensor must have
+    one too, because loss scaling, and `GradientSync`, recognise an overflow by it.
 
     Attributes:
-        carries: What it may carry: ``"activations"``, ``"gradients"`` or both.
+        carries: Kinds of values that it may encode: ``"activations"``, ``"gradients"`` or both.
         feedback: Whether the error of a gradient is added to the next gradient of the same hop and
             microbatch, before that is encoded. pipegrad keeps the errors.
     """
@@ -48,10 +48,10 @@ class EdgeCodec(Constructed, ABC):
         """Writes the message of a tensor.
 
         Args:
-            value: Of any floating-point dtype and any strides. It must not be changed.
+            value: A tensor of any floating-point dtype and any strides. It must not be changed.
             message: Bytes ``(nbytes,)``, not initialised; aligned for every dtype. All of them
                 must be written.
-            carried: What the tensor is.
+            carried: Kind of the tensor.
 
         Sync: on the current stream.
         """
@@ -61,9 +61,9 @@ class EdgeCodec(Constructed, ABC):
         """Writes the tensor of a message.
 
         Args:
-            message: As `encode` has written it. It must not be changed, or held.
+            message: The message of `encode`. It must not be changed, or held.
             value: Contiguous, with the shape and dtype of the tensor; not initialised.
-            carried: What the tensor is.
+            carried: Kind of the tensor.
 
         Sync: on the current stream.
         """

@@ -1,11 +1,11 @@
-"""The contract of gradient handlers: what they are given, return and may override.
+"""The contract of gradient handlers: their arguments, their results, and methods to override.
 
 Handlers whose options name functions check them by `complaints_of` and `closest_first`.
 
-To add a placement, give it a member of `Placement`, at its position in a route. Its properties say
-who continues with which elements, and whether parameters are sent back; all other code asks for
-these. Then add its collectives to the two tables of gradients/reductions.py, and a row to
-tests/parity/test_gradient_placements.py.
+To add a placement, give it a member of `Placement`, at its position in a route. Its properties
+determine the ranks that continue, their elements, and if parameters are sent back; all other code
+reads these properties. Then add its collectives to the two tables of gradients/reductions.py, and a
+row to tests/parity/test_gradient_placements.py.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Exchange = Literal["all-reduce", "asymmetric"]
 
 
 class Placement(Enum):
-    """Where the result of a reduction lives. It decides the collective and the parameter sync.
+    """The place of a reduction's result. It determines the collective and the parameter sync.
 
     OWNER: on the lowest rank. WHOLE: each parameter whole on one of the ranks, another one for each
     parameter. SHARD: a shard on each rank. REPLICATE: on every rank. The reductions of a route come
-    in this order: behind OWNER only the owner takes part, and behind WHOLE and SHARD each rank
-    replicates only its part, which is less to send.
+    in this order, because less is sent: after OWNER only the owner takes part, and after WHOLE and
+    SHARD each rank replicates only its part.
     """
 
     OWNER = "owner"
@@ -54,7 +54,7 @@ class Placement(Enum):
 
     @property
     def has_owner(self) -> bool:
-        """True if one rank alone, the owner, has the result and steps it: all others drop it."""
+        """True if only one rank, the owner, has the result and steps it; all others drop it."""
         return self is Placement.OWNER
 
     @property
@@ -64,7 +64,7 @@ class Placement(Enum):
 
     @property
     def divides_elements(self) -> bool:
-        """True if each rank goes on with as many elements of a bucket: a reduce-scatter."""
+        """True if each rank goes on with equally many elements of a bucket: a reduce-scatter."""
         return self is Placement.SHARD
 
     @property
@@ -93,8 +93,8 @@ class ParameterRecord:
         requires_grad: Whether it is trained. Other parameters are never reduced.
         holders: All stages that hold it, ascending.
         position: Index in the order of ``named_parameters`` of the lowest holder.
-        kind: Class name of the module at the lowest holder that has it, such as ``"Embedding"``. If
-            several modules there have it, that of the first one.
+        kind: Class name of the first module at the lowest holder that has it, for example
+            ``"Embedding"``.
         aliases: Its other names in the module of `stage`.
         tied_in_stage: Whether several modules of one stage hold it. A module with several names is
             one module.
@@ -125,20 +125,20 @@ class ParameterRecord:
     @property
     def names(self) -> tuple[str, ...]:
         """Its name, its name at the lowest holder, and its aliases: for patterns of options."""
-        # A tied parameter has another name on each stage. A cut decides whether two holders are in
-        # one stage, and the order of registration decides which of them has the first name. Neither
-        # may change what a pattern selects.
+        # All names, because neither the cut nor the order of registration may change the parameters
+        # that a pattern selects: a tied parameter has another name on each stage, the cut decides
+        # if two holders are in one stage, and the order decides which of them has the first name.
         return (self.name, self.key.partition(".")[2], *self.aliases)
 
     def is_matrix(self, others: Sequence[str] = EMBEDDINGS_AND_HEADS) -> bool:
         """True if an optimizer such as Muon should step it: not a vector, an embedding, or a head.
 
-        It has two dimensions or more of more than one element. The class of its module is not
-        called an embedding, as ``nn.Embedding`` is. No other module holds it, as a tied head does.
+        It has two dimensions or more of more than one element. The class name of its module does
+        not contain "Embedding". No other module holds it, as a tied head does.
 
         Args:
-            others: Shell-style patterns of names that are none, case-sensitive. They are compared
-                with all of its names.
+            others: Shell-style patterns of names of other parameters, case-sensitive. They are
+                compared with all of its names.
         """
         return (
             sum(size > 1 for size in self.shape) > 1
@@ -162,10 +162,10 @@ class Reduction:
         record: The parameter of the gradient.
         ranks: Global ranks, each once, in any order.
         op: Sum or mean.
-        placement: Where the result lives.
-        divisor: Each rank's gradient is divided by this before it is sent, besides the division of
-            a mean. It also counts for a reduction over a single rank.
-        exchange: How to sum with REPLICATE over two ranks. ``asymmetric``: one message in each
+        placement: Place of the result.
+        divisor: Each rank's gradient is divided by this before it is sent, in addition to the
+            division of a mean. It also counts for a reduction over a single rank.
+        exchange: Kind of sum with REPLICATE over two ranks. ``asymmetric``: one message in each
             direction. The higher rank sends as soon as its gradient is final. The lower rank sends
             only rows of its gradient that are not zero. The result has the bits of an all-reduce.
     """
@@ -187,11 +187,11 @@ class ReductionStep:
     Attributes:
         axes: The mesh dimensions that it spans (``"dp"``, ``"pp[0,3]"``). The same in each group.
         ranks: Global ranks of this group, ascending.
-        op: ``"mean"`` is launched as a sum. pipegrad divides afterwards. If the handler has no
-            `launch` of its own, it may divide before: see `FlatBucket.is_mean`.
-        placement: Where the result lives.
+        op: ``"mean"`` is launched as a sum, and pipegrad divides afterwards. If the handler does
+            not override `launch`, pipegrad may divide before: see `FlatBucket.is_mean`.
+        placement: Place of the result.
         handler: Name of the handler that has requested it.
-        exchange: How two ranks sum.
+        exchange: Kind of sum of two ranks.
     """
 
     axes: str
@@ -220,7 +220,7 @@ class ReductionStep:
     def is_point_to_point(self) -> bool:
         """True if each rank sends its partial sum to the previous rank.
 
-        The previous rank has posted the receive at the beginning of the step.
+        The previous rank has posted the receive at the start of the step.
         """
         return self.placement is Placement.OWNER or self.is_pair
 
@@ -230,7 +230,7 @@ class ReductionStep:
         return self.exchange == "asymmetric"
 
     def spans(self, axis: str) -> bool:
-        """True if it spans this mesh dimension. False for ``"ranks[..]"``, where it is unknown."""
+        """True if it spans this mesh dimension. False for ``"ranks[..]"``, which is unknown."""
         return axis in {part.partition("[")[0] for part in self.axes.split("+")}
 
     def __str__(self) -> str:
@@ -239,7 +239,7 @@ class ReductionStep:
 
 
 class FlatBucket(Protocol):
-    """The gradients that travel together, for a handler's `launch`.
+    """Gradients that are reduced together, for a handler's `launch`.
 
     Attributes:
         is_mean: A `launch` sets it if it leaves the mean. Then pipegrad does not divide. It is True
@@ -272,9 +272,9 @@ class FlatBucket(Protocol):
         """Flat tensor ``(numel,)``, to be reduced in place. Zero if this rank has no gradient."""
 
     def reduce(self, reduction: ReductionStep, group: dist.ProcessGroup) -> Work:
-        """Sums over `group` with the reduction's placement: what `launch` does by default.
+        """Sums over `group` with the reduction's placement; the default `launch` calls it.
 
-        For a mean of float16, it divides before, so that the sum does not overflow, and sets
+        For a mean it divides before the sum, because a sum of float16 may overflow, and sets
         `is_mean`. With a `sum_dtype`, it divides the wide sum and sets `is_mean`.
         """
 
@@ -282,8 +282,9 @@ class FlatBucket(Protocol):
 class OuterOptimizer(Protocol):
     """Joins replicas that train alone; see `GradientHandler.outer_optimizer`.
 
-    Between steps it may use what ``sync.main_parameters()`` returns, and communicators of
-    ``sync.group``. It may write parameters by ``.data`` alone, so that no step is seen in it.
+    Between steps it may use the result of ``sync.main_parameters()``, and communicators of
+    ``sync.group``. It may write parameters by ``.data`` alone, because other writes look like a
+    step of an optimizer.
     """
 
     def begin(self) -> None:
@@ -294,10 +295,10 @@ class OuterOptimizer(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """True if to step now. All ranks ask after the same ``sync.statistics().steps``."""
+        """True if to step now. All ranks read it after the same ``sync.statistics().steps``."""
 
     def step(self) -> None:
-        """Steps if it is due, behind this rank's optimizer, and before anything is published.
+        """Steps if it is due, after this rank's optimizer, and before anything is published.
 
         An error inside is final for all ranks.
         """
@@ -354,7 +355,7 @@ class GradientHandler(Constructed, ABC):
         return ()
 
     def outer_optimizer(self, sync: Any) -> OuterOptimizer:  # noqa: ANN401 - it imports this
-        """Returns what joins the replicas along `independent_axes`; called once for each sync.
+        """Returns an object that joins replicas along `independent_axes`; called once per sync.
 
         Every rank calls it, after the ranks have agreed on a plan. It must send nothing. If it
         raises an error, all ranks do.
@@ -375,7 +376,7 @@ class GradientHandler(Constructed, ABC):
 
         Returns:
             The work to wait for, right after the launch; or a `LateWork`, to wait for at the end of
-            the step. Use it if waiting blocks the host, or computes.
+            the step. Return a `LateWork` if its wait blocks the host, or computes.
 
         Sync: runs on a comm stream, never on the compute stream: on CPU in its thread, on devices
         with its side stream current, after all producers of the bucket. pipegrad keeps the buffer

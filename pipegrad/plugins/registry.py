@@ -1,8 +1,8 @@
 """Finds plug-ins by name: entry points, and ``module:attr``.
 
-A listing imports nothing, and only the selected plug-in is loaded. So a broken plug-in does not
-disturb others. The order of all results depends only on names, never on ``sys.path``, sets or hash
-seeds: every rank has the same list. No other file reads entry points.
+A broken plug-in does not disturb others, because a listing imports nothing, and only the selected
+plug-in is loaded. Every rank has the same list, because the order of all results depends only on
+names, never on ``sys.path``, sets or hash seeds. No other file reads entry points.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Registry(Generic[T]):
                 imported if it has the form ``module:attr``.
 
         Raises:
-            PluginNotFoundError: If nothing has this name.
+            PluginNotFoundError: If no plug-in has this name.
             PluginOptionError: If the plug-in does not take these options.
             PluginError: If several distributions have the name, if the plug-in cannot be imported,
                 or if it is not a concrete subclass of `base`.
@@ -107,7 +107,7 @@ class Registry(Generic[T]):
         if isinstance(spec, self.base):
             value = _value(type(spec))
             return ResolvedPlugin(value, value, plugin=spec, options=getattr(spec, "made_with", ()))
-        # The options are stored as text: ranks compare it, and it is the same in all processes.
+        # Store the options as text, because ranks compare it, and it is equal in all processes.
         options: dict[str, Any] = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
         if "name" not in options:
             raise PluginOptionError(f"the table {options} lacks 'name': which plug-in it is for")
@@ -149,7 +149,7 @@ class Registry(Generic[T]):
         return by_name
 
     def _find(self, target: object) -> tuple[Plugin, object]:
-        """Returns the plug-in of `target`, and what is loaded for it."""
+        """Returns the plug-in of `target`, and the loaded object."""
         if not isinstance(target, str):
             return Plugin(_value(target), _value(target)), target
         distribution, _, name = target.rpartition("::")
@@ -163,8 +163,8 @@ class Registry(Generic[T]):
             matches = [Plugin(target, target)]
         if not matches:
             raise PluginNotFoundError(self._missing(target))
-        # Two distributions with the same name are an error. To take one of them would depend on the
-        # order of `sys.path`, which may differ between ranks.
+        # Two plug-ins with the same name are an error, because a choice would depend on the order
+        # of `sys.path`, which may differ between ranks.
         if len(matches) > 1:
             claims = "; ".join(
                 f"{p.source} {p.value} ('{p.distribution}::{name}')" for p in matches
@@ -173,7 +173,7 @@ class Registry(Generic[T]):
                 f"{len(matches)} plug-ins of group {self.group!r} are called {target!r}: {claims}. "
                 f"Pick one by its distribution::name or as 'module:attr', or uninstall the others."
             )
-        # What is loaded is not cached: the same process can try again after a failure was repaired.
+        # Do not cache the object, because a process can then try again after a repair.
         plugin = matches[0]
         try:
             return plugin, metadata.EntryPoint(plugin.name, plugin.value, self.group).load()
@@ -191,7 +191,7 @@ class Registry(Generic[T]):
         """Returns `loaded` if it is a concrete subclass of `base`; otherwise raises."""
         expected = f"expected a concrete subclass of {_value(self.base)}"
         if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
-            # An address in memory would differ from rank to rank, and so would the error.
+            # Remove addresses in memory, because the error would differ from rank to rank.
             words = re.sub(r" at 0x[0-9a-f]+", "", repr(loaded))
             raise PluginError(f"plug-in {plugin} is {words}: {expected}")
         if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
@@ -245,7 +245,7 @@ def complaints_of(
         *(f"has no option {option!r}" for option in unknown),
         *(f"needs the option {option!r}" for option in missing),
     )
-    # The first mistake decides the order of the names: one suggestion is enough for a message.
+    # Only the first mistake orders the names, because one suggestion is enough for a message.
     closest = closest_first((unknown + missing)[0], allowed)
     return f"{', '.join(complaints)}; allowed, closest first: {closest}"
 

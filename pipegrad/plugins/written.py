@@ -1,6 +1,6 @@
 """Values as text: two ranks have the same text exactly if the values mean the same.
 
-So ranks compare handlers and codecs, which have the text of what they were made with.
+By this ranks compare handlers and codecs, which have the text of their constructors' arguments.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def written(value: object, inside: tuple[int, ...] = ()) -> str:  # noqa: C901, 
 
     Plain values have their `repr`. Sets and mappings are sorted. Tensors have a digest of all
     elements, functions their name and code, other objects their class and attributes. The text has
-    no address of memory. A module has only its class, since each rank has other stages.
+    no address of memory. A module has only its class, because each rank has other stages.
 
     Args:
-        value: Anything.
-        inside: The ids of the values around it: one that contains itself ends.
+        value: Any object.
+        inside: The ids of the values around it, because a value may contain itself.
     """
     if id(value) in inside:
         return "..."
     each = partial(written, inside=(*inside, id(value)))
-    # The first kind that fits counts, so a more special kind must come before a more general one.
+    # A more special kind must come before a more general one, because the first match counts.
     match value:
         case Mapping():
             text = f"{{{', '.join(sorted(f'{each(k)}: {each(v)}' for k, v in value.items()))}}}"
@@ -48,8 +48,8 @@ def written(value: object, inside: tuple[int, ...] = ()) -> str:  # noqa: C901, 
         case partial():
             text = f"partial({each(value.func)}, {each(value.args)}, {each(value.keywords)})"
         case FunctionType():
-            # The address of a function differs between processes. Its code, its defaults and the
-            # values that it has captured decide what it does.
+            # Use its code, its defaults and its captured values, because these determine a
+            # function, and its address differs between processes.
             held = [cell.cell_contents for cell in value.__closure__ or ()]
             parts = [value.__code__, held, value.__defaults__, value.__kwdefaults__]
             text = f"{_class(value)}{each(parts)}"
@@ -87,8 +87,8 @@ class Constructed:
     made_with: tuple[tuple[str, str], ...]
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Stores the arguments of the plug-in, so that ranks can compare instances."""
-        # Here and not in `__init__`: a subclass need not call the `__init__` of its base class.
+        """Stores the arguments of the plug-in, because ranks compare instances by them."""
+        # Here and not in `__init__`, because a subclass need not call the `__init__` of its base.
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
         plugin = super().__new__(cls)
@@ -97,8 +97,8 @@ class Constructed:
         return plugin
 
 
-# `inspect.signature` takes the `__init__` of a subclass if it has one, otherwise this `__new__`. A
-# plug-in without an `__init__` has no options, so this signature is empty.
+# `inspect.signature` reads the `__init__` of a subclass if it has one, otherwise this `__new__`.
+# This signature is empty, because a plug-in without an `__init__` has no options.
 Constructed.__new__.__signature__ = Signature(  # type: ignore[attr-defined]
     [Parameter("cls", Parameter.POSITIONAL_ONLY)]
 )

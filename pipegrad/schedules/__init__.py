@@ -1,4 +1,4 @@
-"""Schedules as plain data: what every rank computes, in order. Nothing here needs torch."""
+"""Schedules as plain data: the computes of every rank, in order. Nothing here needs torch."""
 
 from pipegrad.errors import ScheduleError
 from pipegrad.limits import check_size
@@ -63,8 +63,8 @@ def generate(
             f"{num_microbatches}"
         )
     check_size(num_ranks, num_microbatches)
-    # A generator is a plug-in. A schedule of another size would fail much later, in a message that
-    # names no plug-in.
+    # Check the size here, because a generator is a plug-in: a schedule of another size would fail
+    # much later, in a message that names no plug-in.
     schedule = generator.plugin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
     expected = (num_microbatches, num_ranks, set(range(num_ranks)))
     if (schedule.num_sequences, schedule.num_ranks, set(schedule.stage_to_rank)) != expected:

@@ -11,17 +11,17 @@ from pipegrad.schedules.schedule import ScheduleGenerator
 
 @dataclass(frozen=True)
 class Times:
-    """What a training step has shown. All ranks have the same numbers.
+    """Measured times of a training step. All ranks have the same numbers.
 
-    If there are several pipelines, each number is that of the slowest.
+    If there are several pipelines, each number is from the slowest one.
 
     Attributes:
         forward_seconds: For each rank the time of a forward of one microbatch: a median.
-        backward_seconds: For each rank the same of a backward.
-        hop_seconds: For each hop s -> s+1 what the values of a microbatch take in one direction: a
-            mean of there and back.
-        weight_seconds: For each rank the part of a backward that W takes, 0 where backwards are
-            whole; empty if nobody has measured it.
+        backward_seconds: For each rank the time of a backward of one microbatch: a median.
+        hop_seconds: For each hop s -> s+1 the time of the values of a microbatch in one direction:
+            a mean of both directions.
+        weight_seconds: For each rank the part of a backward that W takes, 0 if backwards are whole;
+            empty if it was not measured.
     """
 
     forward_seconds: tuple[float, ...]
@@ -36,11 +36,11 @@ class Times:
 
 
 class MeasuredGenerator(ScheduleGenerator):
-    """A generator that takes what steps have shown, and then makes another schedule.
+    """A generator that makes another schedule from the times of steps.
 
     `generate` makes the schedule to begin with. All its schedules, for one number of ranks, place
-    the same stages on the same ranks. Their gradients are best final in the same order of stages:
-    reductions leave in the order of the first schedule.
+    the same stages on the same ranks. Gradients should be final in the same order of stages,
+    because reductions are launched in the order of the first schedule.
     """
 
     @property
@@ -50,13 +50,13 @@ class MeasuredGenerator(ScheduleGenerator):
 
     @abstractmethod
     def planned(self, times: Times) -> MeasuredGenerator:
-        """Returns what makes the schedules from the next step on; itself if nothing changes.
+        """Returns the generator of the schedules from the next step on; itself if nothing changes.
 
         The function is pure: every rank returns the same for the same times.
         """
 
     def choice(self, *, num_ranks: int, num_microbatches: int) -> object:
-        """Returns what prints why `generate` makes what it makes; None if nothing was chosen."""
+        """Returns an object that prints the reason for the schedule; None if nothing was chosen."""
         return None
 
 

@@ -2,8 +2,8 @@
 
 To add a schedule, write a `ScheduleGenerator` in schedules/builtin, whose docstring shows the grid
 and names the source, and an entry point in pyproject.toml. tests/unit/schedules/test_schedules.py
-compares the docstring with the grid, and tests/parity/test_scheduler_parity.py its gradients with
-one process.
+compares the docstring with the grid, and tests/parity/test_scheduler_parity.py compares the
+gradients with one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Action(NamedTuple):
     """One compute: ``2F0`` is stage 2, forward, microbatch 0.
 
     Kinds: F is a forward, B a whole backward. A split backward has two parts: I computes the
-    gradients of the stage's inputs, W those of its weights.
+    gradients of the stage's inputs, W the gradients of its weights.
     """
 
     stage: int
@@ -38,7 +38,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline computes, in order.
+    """The computes of every rank of a pipeline, in order.
 
     Attributes:
         name: Its name in messages.
@@ -47,15 +47,17 @@ class Schedule:
         actions: For each pipeline rank its actions, in order.
         head_w_first: True if the weight gradients that other ranks wait for are computed first.
             This happens after the last I of a stage, for all microbatches.
-        feeds: For each stage the earlier stages whose outputs it takes. None means a chain: each
-            stage takes the output of the previous stage. `Scheduler` fills it in from its stages.
-        chunks: Into how many chunks of time each sequence is cut. Then a microbatch is a chunk:
-            microbatch m is chunk ``m % chunks`` of its sequence. On each stage the forward of a
-            chunk needs that of the chunk before, whose backward needs the chunk's.
+        feeds: For each stage the earlier stages whose outputs are its inputs. None means a chain:
+            each stage reads the output of the previous stage. `Scheduler` fills it in from its
+            stages.
+        chunks: Number of sequence chunks into which each sequence is cut. Then a microbatch is a
+            chunk: microbatch m is chunk ``m % chunks`` of its sequence. On each stage the forward
+            of a chunk needs the forward of the previous chunk, and the backward of the previous
+            chunk needs the backward of this one.
 
     Raises:
         ScheduleError: If a value is not an action, a rank or a number. `ticks` and `verify` check
-            whether the schedule is complete and can be run.
+            that the schedule is complete and can be run.
     """
 
     name: str
@@ -114,12 +116,12 @@ class Schedule:
 
     @cached_property
     def num_sequences(self) -> int:
-        """How many microbatches of whole sequences a step has: as many as rows are cut into."""
+        """Number of microbatches of whole sequences in a step."""
         return self.num_microbatches // self.chunks
 
     @cached_property
     def ticks(self) -> dict[Action, int]:
-        """When each action begins, if each action takes one unit of time and a transfer takes none.
+        """Start time of each action, if an action takes one unit of time and a transfer takes none.
 
         Raises:
             ScheduleError: If an action is missing, doubled, on the wrong rank, or never possible.
@@ -130,7 +132,7 @@ class Schedule:
         ready = list(range(self.num_ranks))
         sleepers: dict[Action, list[int]] = {}
         # A rank goes on until an input of its next action is missing, and again when that input is
-        # there. Ranks that are left in the end wait for each other.
+        # there. Ranks that have not ended then wait for each other.
         while ready:
             rank = ready.pop()
             for action in self.actions[rank][heads[rank] :]:
@@ -168,7 +170,7 @@ class Schedule:
 
     @property
     def shared_ticks(self) -> tuple[int, ...]:
-        """The same for parameters that stages on other ranks hold too."""
+        """For each stage the tick at which gradients of ties with other ranks are final."""
         return self._last_ticks(("B", "I")) if self.head_w_first else self.stage_ticks
 
     @property
@@ -195,7 +197,7 @@ class Schedule:
         """Returns the actions of every rank, in order, with ``>1B0<`` around some of them.
 
         Args:
-            actions: Which ones.
+            actions: The actions to mark.
             columns: If given, returns only so many columns of the grid, from shortly before the
                 first mark.
         """
@@ -216,8 +218,8 @@ class Schedule:
             ScheduleError: If an action is missing, doubled or on the wrong rank. The message shows
                 the grid, with the wrong actions marked.
         """
-        # All errors of a schedule are collected, and the message shows the first five. So an author
-        # can correct several of them at once.
+        # Collect all errors, and show the first five, because an author can then correct several
+        # of them at once.
         counts = Counter(action for actions in self.actions for action in actions)
         wrong = {action: f"{action} {n} times" for action, n in counts.items() if n > 1}
         rank_of = dict(enumerate(self.stage_to_rank))
@@ -252,8 +254,8 @@ class Schedule:
         """Yields the actions, of any rank, that must run before `action`."""
         stage, kind, microbatch = action
         # A forward needs the outputs of the stages that feed it. A backward needs its own forward,
-        # and the input gradients of the stages that it feeds. W reads only what I has computed.
-        # What a stage carries from chunk to chunk goes forward in time, its gradient back.
+        # and the input gradients of the stages that it feeds. W reads only results of I. The state
+        # that a stage carries from chunk to chunk goes forward in time, its gradient back.
         if kind == "F" and microbatch % self.chunks:
             yield Action(stage, "F", microbatch - 1)
         if kind in ("B", "I") and (microbatch + 1) % self.chunks:
@@ -300,7 +302,7 @@ def _is_action(cell: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Returns True if a value is a whole number."""
-    # bool is a subclass of int, and a stage `True` is a mistake.
+    # Not a bool, because that is a subclass of int, and a stage `True` is a mistake.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -333,14 +335,14 @@ class ScheduleGenerator(ABC):
         The function is pure: every rank makes the same schedule.
 
         Raises:
-            ScheduleError: If the schedule is not defined for these numbers. The message says for
-                which numbers it is.
+            ScheduleError: If the schedule is not defined for these numbers. The message must name
+                the numbers for which it is.
         """
 
     def of_chunks(self, chunks: int) -> ScheduleGenerator:
         """Returns the generator of schedules whose sequences are cut into chunks of time.
 
-        Its schedules have ``num_microbatches * chunks`` microbatches, since each chunk is one.
+        Its schedules have ``num_microbatches * chunks`` microbatches, because each chunk is one.
 
         Raises:
             ScheduleError: If it makes none.

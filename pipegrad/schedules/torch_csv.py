@@ -15,7 +15,7 @@ _COMPUTE: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
 _SKIPPED = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
 TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 _OF_TRANSFERS = (*TRANSFERS, "WAIT_SEND_F", "WAIT_SEND_B")  # torch 2.15 waits for each send
-# At most nine digits, so that a huge number in a file cannot fill the memory.
+# At most nine digits, because a huge number in a file must not fill the memory.
 _CELL = re.compile(r"(\d{1,9})([A-Z_]+)(\d{0,9})", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
@@ -32,7 +32,7 @@ def read_csv(
     Args:
         text: The content of the file.
         name: Name of the schedule, also in errors.
-        feeds: As in `Schedule`. Needed if the stages are not a chain.
+        feeds: Sources of each stage; see `Schedule`. Needed if the stages are not a chain.
 
     Raises:
         ScheduleError: If a cell is none of these, a stage is on two lines, a number of a stage or
@@ -112,8 +112,8 @@ def _line_actions(
 
 def _actions(cell: str, where: str) -> Iterator[Action]:
     for stage, done, microbatch in parts(cell, where):
-        # Transfers of a file are refused, not skipped. Their order was made for torch's runtime,
-        # and pipegrad proves only the order that it has made itself.
+        # Transfers of a file are an error, because their order was made for torch's runtime, and
+        # pipegrad proves only its own order.
         if done in _OF_TRANSFERS:
             raise ScheduleError(
                 f"{where}: {cell} is a transfer; give the compute-only file, pipegrad lowers "
@@ -124,7 +124,7 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
 
 
 def parts(cell: str, where: str) -> Iterator[tuple[int, str, int]]:
-    """Yields what a cell says: stage, what it does, and microbatch; -1 if it has none.
+    """Yields the actions of a cell: stage, kind, and microbatch; -1 if it has none.
 
     Raises:
         ScheduleError: If it is not understood. The message begins with `where`.

@@ -1,4 +1,4 @@
-"""1F1B that warms up by what each hop takes now."""
+"""1F1B whose warm-up follows the present time of each hop."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from pipegrad.schedules.measured import (
 )
 from pipegrad.schedules.schedule import Schedule
 
-# Activations are given back only if the warm-up also suits hops that are slower by this factor.
-# Otherwise a hop whose time lies at a border would change the warm-up in every step.
+# Hold fewer activations only if the warm-up also suits hops that are slower by this factor, because
+# a hop whose time lies at a border would otherwise change the warm-up in every step.
 _CAUTION = 1.25
 
 
 class AdaptiveOneForwardOneBackward(MeasuredGenerator):
     """Follows a network whose hops become slower and faster, within a limit of activations.
 
-    It begins as 1f1b. After every step all ranks know how long the computes of each rank and the
-    transfers of each hop took. Rank s warms up with w_s forwards. With T the time of the slowest
-    rank, t_s that of rank s, and c_h that of a transfer over the hop h = s -> s+1, a step needs for
-    each microbatch at least T, and at least::
+    It begins as 1f1b. After every step all ranks have the times of the computes of each rank and of
+    the transfers of each hop. Rank s warms up with w_s forwards. Let T be the time of the slowest
+    rank, t_s the time of rank s, and c_h the time of a transfer over the hop h = s -> s+1. Then a
+    step needs for each microbatch at least T, and at least::
 
         (t_s + 2 c_h) / (w_s - w_{s+1})
 
-    `hop-aware-1f1b` says why. The warm-up with which the largest of these is smallest is found by
-    adding forwards one by one, each at the hop whose time is largest. It ends where no hop takes
-    more than T (1 + threshold), or at the limit. The warm-up changes if the steps that follow take
-    less time by more than `threshold`; or if it holds fewer activations and no hop would be too
-    slow, even if all took 1.25 times as long.
+    `hop-aware-1f1b` gives the reason. The warm-up that minimizes the largest of these is found by
+    adding forwards one by one, each at the hop whose time is largest. It ends when no hop takes
+    more than T (1 + threshold), or at the limit. The warm-up changes if the next steps take less
+    time by more than `threshold`; or if it holds fewer activations and no hop would be too slow,
+    even if all took 1.25 times as long.
 
     Raises:
         ScheduleError: If a number is out of its range.
@@ -56,7 +56,7 @@ class AdaptiveOneForwardOneBackward(MeasuredGenerator):
 
     @property
     def wants_times(self) -> bool:
-        """Always: a hop may change in any step."""
+        """Always True, because a hop may change in any step."""
         return True
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -76,11 +76,11 @@ class AdaptiveOneForwardOneBackward(MeasuredGenerator):
                 f"max_live_activations is {limit}, and 1f1b itself holds {least} on rank 0 of "
                 f"{num_ranks}: expected at least {least}"
             )
-        # The last rank has 0, not 1: `in_turns` adds one forward before the first backward.
+        # The last rank has 0, not 1, because `in_turns` adds one forward before the first backward.
         return in_turns("adaptive-1f1b", warm_ups(extras), num_microbatches)
 
     def planned(self, times: Times) -> AdaptiveOneForwardOneBackward:
-        """Returns what makes the schedules from the next step on; itself if nothing changes."""
+        """Returns the generator of the schedules from the next step on; itself if unchanged."""
         fastest = self._fitting(times)
         if self._extras is None:
             return self._with(fastest)
@@ -112,7 +112,7 @@ class AdaptiveOneForwardOneBackward(MeasuredGenerator):
 
 
 def _period(times: Times, extras: Sequence[int]) -> float:
-    """Returns what one more microbatch takes."""
+    """Returns the time of one more microbatch."""
     periods = starmap(partial(_hop_period, times), enumerate(extras))
     return max([*times.compute_seconds, *periods])
 

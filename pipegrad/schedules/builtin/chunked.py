@@ -25,8 +25,8 @@ class _Chunked(ScheduleGenerator):
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the schedule, for any number of ranks and microbatches."""
-        # The first backward is that of the last chunk of a sequence. So each rank computes as many
-        # forwards more before its first backward as chunks come before that one.
+        # Each rank computes `chunks - 1` more forwards before its first backward, because that is
+        # the backward of the last chunk of a sequence.
         schedule = self._of_microbatches(num_ranks, self.chunks - 1, num_microbatches * self.chunks)
         last = self.chunks - 1
         actions = tuple(
@@ -55,9 +55,9 @@ class ChunkedOneForwardOneBackward(_Chunked):
         rank 1      1F0 1F1 1F2     1B1 1F3 1B0     1B3 1B2
         rank 2          2F0 2F1 2B1 2F2 2B0 2F3 2B3 2B2
 
-    Forwards of a sequence run in the order of time, and backwards from its end. What a stage
-    carries from chunk to chunk, such as keys and values or a recurrent state, stays on its rank.
-    If all chunks take alike, the bubble is (P-1) (tF+tB) / k, where tF and tB are those of a whole
+    Forwards of a sequence run in the order of time, and backwards from its end. The state that a
+    stage carries from chunk to chunk, for example keys and values, stays on its rank. If all chunks
+    take equally long, the bubble is (P-1) (tF+tB) / k, where tF and tB are the times of a whole
     sequence.
 
     Source: Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism", 2024, arXiv

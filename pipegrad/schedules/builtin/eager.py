@@ -1,4 +1,4 @@
-"""1F1B that warms up longer, so that transfers have time."""
+"""1F1B with a longer warm-up, which gives transfers time."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class EagerOneForwardOneBackward(ScheduleGenerator):
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the schedule, for any number of ranks and microbatches."""
-        # One less than in the docstring: `in_turns` adds one forward before the first backward.
+        # One less than in the docstring, because `in_turns` adds one forward before the first
+        # backward.
         num_warmups = [2 * (num_ranks - 1 - rank) for rank in range(num_ranks)]
         return in_turns("eager-1f1b", num_warmups, num_microbatches)

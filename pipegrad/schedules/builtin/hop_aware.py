@@ -1,4 +1,4 @@
-"""Schedules that warm up by what each hop costs."""
+"""Schedules whose warm-up depends on the cost of each hop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipegrad.schedules.schedule import Schedule
 
 
 def warm_ups(extras: Sequence[int]) -> list[int]:
-    """Returns how many forwards each rank is ahead of the last one, in its warm-up.
+    """Returns the number of forwards by which each rank is ahead of the last one, in its warm-up.
 
     Args:
         extras: For each hop the forwards that the ranks before it add to the warm-up of 1f1b.
@@ -42,7 +42,7 @@ def hiding(
 
 
 class HopAware(MeasuredGenerator):
-    """What hops take: given, or measured in the second step of a `Scheduler`.
+    """Times of hops: arguments, or measured in the second step of a `Scheduler`.
 
     Args:
         hop_seconds: For each hop s -> s+1 (P-1 hops) the time of one transfer of a microbatch.
@@ -92,7 +92,7 @@ class HopAware(MeasuredGenerator):
 
     @abstractmethod
     def planned(self, times: Times) -> HopAware:
-        """Returns what makes the schedules from the next step on."""
+        """Returns the generator of the schedules from the next step on."""
 
     def _hops(self, name: str, num_ranks: int) -> tuple[float, ...]:
         """Returns the time of each hop; zeros if they are not known yet.
@@ -124,10 +124,11 @@ class HopAwareOneForwardOneBackward(HopAware):
     2 c <= threshold x compute, extra is 0. On any other hop it is ceil(2 c / compute). If no hop is
     slow, this is 1f1b. If each 2 c is in (threshold, 1] x compute, it is eager-1f1b.
 
-    Reason: suppose that no rank is idle, so each microbatch takes T = tF+tB. Forwards and backwards
-    alternate. So a rank ends the backward of microbatch k right before the forward of k + w_s. That
-    is w_s T after it began the forward of k. This time must hold its own tF, a transfer, the
-    w_{s+1} T of the next rank, a transfer back, and its own tB. For each hop h = s -> s+1 follows::
+    Reason: suppose that no rank is idle. Then each microbatch takes T = tF+tB. A rank ends the
+    backward of microbatch k right before the forward of k + w_s, because forwards and backwards
+    alternate. That is w_s T after it began the forward of k. This time must hold the rank's tF, a
+    transfer, the w_{s+1} T of the next rank, a transfer back, and the rank's tB. For each hop
+    h = s -> s+1 follows::
 
         (w_s - w_{s+1}) T >= tF + tB + 2 c_h
 
@@ -135,8 +136,8 @@ class HopAwareOneForwardOneBackward(HopAware):
     slow, for up to 2 c if all hops are. Fill and drain always cost 2 c for each hop and step.
 
     Without `hop_seconds` and `compute_seconds` it begins as 1f1b, and a `Scheduler` measures both
-    in its second step. From the third step on it is what they say. `adaptive-1f1b` measures them
-    in every step.
+    in its second step. From the third step on it uses the measured times. `adaptive-1f1b` measures
+    them in every step.
 
     Args:
         hop_seconds: For each hop s -> s+1 (P-1 hops) the time of one transfer of a microbatch in
@@ -154,7 +155,7 @@ class HopAwareOneForwardOneBackward(HopAware):
     """
 
     def planned(self, times: Times) -> HopAwareOneForwardOneBackward:
-        """Returns what makes the schedules from the next step on."""
+        """Returns the generator of the schedules from the next step on."""
         return HopAwareOneForwardOneBackward(
             hop_seconds=times.hop_seconds,
             compute_seconds=max(times.compute_seconds) or 1.0,
@@ -169,11 +170,11 @@ class HopAwareOneForwardOneBackward(HopAware):
         """
         hops = self._hops("hop-aware-1f1b", num_ranks)
         extras = [self._extra(seconds, num_microbatches) for seconds in hops]
-        # The last rank has 0, not 1: `in_turns` adds one forward before the first backward.
+        # The last rank has 0, not 1, because `in_turns` adds one forward before the first backward.
         return in_turns("hop-aware-1f1b", warm_ups(extras), num_microbatches)
 
     def _extra(self, seconds: float, num_microbatches: int) -> int:
-        """Returns how many forwards the ranks before this hop add to the warm-up of 1f1b."""
+        """Returns the number of forwards that ranks before this hop add to 1f1b's warm-up."""
         # A rounding error must not add a forward: 2 * (0.1 + 0.2) / 0.6 must count as 1.
         steps = 2.0 * (seconds / (self.compute_seconds or 1.0)) - 1e-9
         # A warm-up has at most `num_microbatches` forwards, and the quotient may be infinite.

@@ -1,4 +1,4 @@
-"""zb-h1 that warms up by what each hop costs."""
+"""zb-h1 whose warm-up depends on the cost of each hop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HopAwareZeroBubbleH1(HopAware):
     all hops, this is zb-h1.
 
     Reason: let T = tF+tI+tW, and let a transfer over the hop take c. With `extra`, the hop costs
-    the step, beside one transfer there, at most::
+    the step, in addition to one transfer there, at most::
 
         max(0, 2 c - extra (tF+tI)) + max(0, c - extra tW) + M max(0, 2 c - tW - extra T)
 
@@ -35,16 +35,16 @@ class HopAwareZeroBubbleH1(HopAware):
     - Drain: after its last I, rank s+1 has w_s - w_{s+1} W more to compute than rank s. Meanwhile
       the last gradient goes back, and rank s computes its I. If tI is longer than tW, each hop also
       costs the difference, as in zb-h1.
-    - Steady state: a rank takes a microbatch in each T. Here W hides transfers too, since a rank
+    - Steady state: a rank takes a microbatch in each T. Here W hides transfers too, because a rank
       may compute W while it waits.
 
-    extra is the smallest number with which no hop costs more than its share of what may be lost. If
+    extra is the smallest number with which no hop costs more than its share of the allowed loss. If
     nothing may be lost and F, I and W take equally long, extra is ceil(c / tW). A step is then as
-    short as any with one stage on each rank: the last rank begins when the first microbatch has
-    come there, and then never waits.
+    short as any with one stage on each rank, because the last rank begins when the first microbatch
+    has come there, and then never waits.
 
     Without `hop_seconds` and `compute_seconds` it begins as zb-h1, and a `Scheduler` measures them
-    in its second step, with `weight_seconds`. From the third step on it is what they say.
+    in its second step, with `weight_seconds`. From the third step on it uses the measured times.
 
     Args:
         hop_seconds: For each hop s -> s+1 (P-1 hops) the time of one transfer of a microbatch in
@@ -53,9 +53,9 @@ class HopAwareZeroBubbleH1(HopAware):
             and only if `hop_seconds` is.
         weight_seconds: The part of it that W takes. By default measured, or a third.
         threshold: Share of a step, M T, in [0, 1). All hops together may cost this share.
-        max_live_activations: How many microbatches a rank may hold, at least as many as there are
+        max_live_activations: Number of microbatches that a rank may hold, at least the number of
             ranks. Forwards are then added at the hops that cost most. By default M.
-        head_w_first: As in `zb-h1`.
+        head_w_first: See `zb-h1`.
 
     Raises:
         ScheduleError: If a number is out of its range.
@@ -87,13 +87,13 @@ class HopAwareZeroBubbleH1(HopAware):
         self.head_w_first = head_w_first
 
     def planned(self, times: Times) -> HopAwareZeroBubbleH1:
-        """Returns what makes the schedules from the next step on."""
+        """Returns the generator of the schedules from the next step on."""
         compute = max(times.compute_seconds)
         weights = times.weight_seconds
         return HopAwareZeroBubbleH1(
             hop_seconds=times.hop_seconds,
             compute_seconds=compute or 1.0,
-            # That of the slowest rank, for which the others wait.
+            # The time of the slowest rank, because the others wait for it.
             weight_seconds=weights[times.compute_seconds.index(compute)] if weights else None,
             threshold=self.threshold,
             max_live_activations=self.max_live_activations,
@@ -133,13 +133,13 @@ class HopAwareZeroBubbleH1(HopAware):
         return self.compute_seconds or 1.0  # nothing is known, and hops are 0
 
     def _cost(self, seconds: float, extra: int, num_microbatches: int) -> float:
-        """Returns what a hop costs a step; see the class."""
+        """Returns the time that a hop costs in a step; see the class."""
         if extra >= num_microbatches:
             return 0.0  # no rank has more forwards
         compute = self._compute_seconds
         weight = compute / 3 if self.weight_seconds is None else self.weight_seconds
         fill = 2 * seconds - extra * (compute - weight)
-        # Without any W, no number of them hides anything.
+        # Without W, nothing is hidden.
         drain = seconds - extra * weight if weight else 0.0
         steady = num_microbatches * (2 * seconds - weight - extra * compute)
         return max(0.0, fill) + max(0.0, drain) + max(0.0, steady)

@@ -19,7 +19,7 @@ class InterleavedOneForwardOneBackward(ScheduleGenerator):
     The number of microbatches must be a multiple of the number of ranks.
 
     Args:
-        stages_per_rank: How many stages each rank holds, at least 1.
+        stages_per_rank: Number of stages of each rank, at least 1.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", 2021, section 2.2.
@@ -36,8 +36,8 @@ class InterleavedOneForwardOneBackward(ScheduleGenerator):
         """Returns the schedule.
 
         Raises:
-            ScheduleError: If the number of microbatches is not a multiple of that of ranks, or if
-                there would be too many stages.
+            ScheduleError: If the number of microbatches is not a multiple of the number of ranks,
+                or if there would be too many stages.
         """
         check_size(num_ranks * self.stages_per_rank, num_microbatches)
         if num_microbatches % num_ranks:

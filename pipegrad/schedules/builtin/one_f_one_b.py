@@ -11,8 +11,8 @@ def turns(
     forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int
 ) -> tuple[Action, ...]:
     """Returns `num_warmup` forwards, then alternating forwards and backwards, then the rest."""
-    # After the warm-up each forward is followed by a backward. So the number of live activations
-    # stays at `num_warmup` plus one.
+    # The number of live activations stays at `num_warmup` plus one, because after the warm-up a
+    # backward follows each forward.
     steady = zip(forwards[num_warmup:], backwards, strict=False)
     paired = [action for pair in steady for action in pair]
     drained = backwards[len(forwards[num_warmup:]) :]

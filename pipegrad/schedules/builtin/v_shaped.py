@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pipegrad.schedules.builtin.zb_h1 import SplitBackward
 from pipegrad.schedules.schedule import Action, Kind, Schedule
 
-# When each rank begins with microbatch 0, in units: F down the V, F up, I up, I down. Microbatch m
-# is 6 m units later, as each takes six actions of a rank.
+# Start times of microbatch 0 on a rank, in units: F down the V, F up, I up, I down. Microbatch m is
+# 6 m units later, because each takes six actions of a rank.
 Block = tuple[int, int, int, int]
 
 
@@ -26,13 +26,14 @@ def repeated(
 
     - Each rank computes F and I in the order of the blocks.
     - An action whose inputs are there overtakes others. This fills the warm-up and the drain, and
-      is most of the gain if microbatches are few. The forwards down are then limited to those that
-      the block holds at a time.
+      is most of the gain if microbatches are few. The live forwards down are then limited to the
+      number that the block holds at a time.
     """
     num_ranks = len(blocks)
     stage_to_rank = (*range(num_ranks), *reversed(range(num_ranks)))
-    # The gradient of a forward is there once its I has ended, and W may come two units later. One
-    # place of the limit is for the way up: without it, what is on the way down could never go on.
+    # The gradient of a forward is there once its I has ended, and W may come two units later. Keep
+    # one place of the limit for the way up, because microbatches on the way down could otherwise
+    # never go on.
     down = [min(num_live - 1, -(-(block[3] - block[0] + 3) // 6)) for block in blocks]
     ways = [
         _actions(blocks, num_live, [num_live] * num_ranks, num_microbatches, most_ahead=1),
@@ -50,9 +51,10 @@ def _actions(
     *,
     most_ahead: int,
 ) -> tuple[int, tuple[tuple[Action, ...], ...]]:
-    """Returns how many ticks it takes if all ranks begin what they can, and what each computes."""
+    """Returns the number of ticks if all ranks begin as early as they can, and their actions."""
     last = 2 * len(blocks) - 1
-    # Microbatches of a stage and kind are in order, so a number says which of them have begun.
+    # Count the microbatches that have begun. A count is enough, because those of a stage and kind
+    # are in order.
     begun: dict[tuple[int, Kind], int] = {
         (stage, kind): 0 for stage in range(last + 1) for kind in ("F", "I", "W")
     }
@@ -86,7 +88,7 @@ def _actions(
                     action = Action(stage, kind, ended[stage, kind])
                     break
             else:
-                # W needs no other rank: it fills what would be idle, and makes room for forwards.
+                # W fills idle time, because it needs no other rank, and makes room for forwards.
                 if not late[rank]:
                     continue
                 action = late[rank].pop(0)
@@ -110,10 +112,10 @@ class VMin(SplitBackward):
     whole stages. 1f1b holds P of these on its first rank. If F, I and W take one unit each, a step
     takes at most 6M+4P-3 units, of which a rank computes for 6M. 1f1b takes 6M+6P-6.
 
-    A microbatch goes down, up, down and up the V without a pause. So transfers are never hidden: if
-    one takes C units, each microbatch takes up to 6C longer. If I takes longer than F, ranks wait
-    in each microbatch, too. `v-half` has some slack for both. A longer warm-up would hide
-    transfers, but needs more activations than the limit allows.
+    Transfers are never hidden, because a microbatch goes down, up, down and up the V without a
+    pause: if a transfer takes C units, each microbatch takes up to 6C longer. If I takes longer
+    than F, ranks wait in each microbatch too. `v-half` has some slack for both. A longer warm-up
+    would hide transfers, but needs more activations than the limit allows.
 
     Args:
         head_w_first: As in `zb-h1`, for ties of stages on different ranks.

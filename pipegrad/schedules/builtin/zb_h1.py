@@ -11,7 +11,7 @@ def split_in_turns(
     name: str, num_warmups: Sequence[int], num_microbatches: int, *, head_w_first: bool = False
 ) -> Schedule:
     """Returns a schedule with one stage on each rank and a split backward."""
-    # With all W behind all I, more delay changes nothing.
+    # Limit the delay, because more changes nothing once all W come after all I.
     delays = [min(num_warmups[0] - num_warmup, num_microbatches) for num_warmup in num_warmups]
     actions = tuple(
         tuple(_actions_of(rank, num_warmup, num_delayed, num_microbatches))
@@ -26,8 +26,8 @@ def _actions_of(
 ) -> list[Action]:
     actions = [Action(rank, "F", m) for m in range(min(num_warmup, num_microbatches))]
     for microbatch in range(num_microbatches + num_delayed):
-        # I comes first, because the previous rank waits for it. W needs no other rank. Delayed, it
-        # fills the time in which 1f1b would wait.
+        # I comes first, because the previous rank waits for it. W is delayed, because it needs no
+        # other rank, and fills the time in which 1f1b would wait.
         late, ahead = microbatch - num_delayed, microbatch + num_warmup
         if microbatch < num_microbatches:
             actions.append(Action(rank, "I", microbatch))
@@ -39,7 +39,7 @@ def _actions_of(
 
 
 class SplitBackward(ScheduleGenerator):
-    """A schedule that splits backwards, and may first compute what other ranks wait for."""
+    """A schedule with split backwards; weight gradients for other ranks may be computed first."""
 
     def __init__(self, *, head_w_first: bool = False) -> None:
         self.head_w_first = head_w_first
@@ -55,16 +55,16 @@ class ZeroBubbleH1(SplitBackward):
         rank 2          2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
     Rank i of P follows the order of 1f1b, and computes each W i microbatches later. It holds
-    min(M, P) activations. For M >= P the bubble of a step is (P-1) max(tF, tI, tF+tI-tW). That of
-    1f1b is (P-1) (tF+tI+tW). If tI is at most tF and at most tW, the bubble is (P-1) tF. No
+    min(M, P) activations. For M >= P the bubble of a step is (P-1) max(tF, tI, tF+tI-tW). 1f1b has
+    a bubble of (P-1) (tF+tI+tW). If tI is at most tF and at most tW, the bubble is (P-1) tF. No
     schedule with one stage on each rank has a smaller bubble, because the last rank starts that
     late. ZB-H2 holds 2P-1 activations and gains nothing here, because ranks meet at the end of each
-    step. These bubbles are those of transfers that take no time; `hop-aware-zb-h1` hides others.
+    step. These bubbles assume transfers that take no time; `hop-aware-zb-h1` hides others.
 
     Args:
         head_w_first: After the last input gradient of a stage, first compute the weight gradients
-            that other ranks wait for, for all microbatches. So a tied head is reduced while the
-            other weight gradients are computed.
+            that other ranks wait for, for all microbatches, because a tied head is then reduced
+            while the other weight gradients are computed.
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, arXiv 2401.10241, section 2.
     """

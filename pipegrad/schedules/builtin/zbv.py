@@ -49,7 +49,7 @@ def _actions_of(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Ac
     rest = num_ranks - rank
     # The phases of the paper: warm-up, steady state, and drain. Microbatches are numbered at the
     # end, because every action takes the next microbatch of its kind and stage.
-    ahead = rest - 1  # after the warm-up: how many forwards the way down is ahead
+    ahead = rest - 1  # after the warm-up: the lead of the way down, in forwards
     turns = [f0] * (2 * rest - 1) + [f1, f0] * rank + [f1, i1, w1] * rest
     turns += [f0, i0, w0, f1, i1, w1] * (num_microbatches - num_ranks - ahead)
     turns += [i0, w0, f1, i1, w1] * ahead

@@ -1,7 +1,7 @@
 """lower: turns a schedule into the Program of every rank.
 
-A Program leaves no decision to the executor. So everything about the order of transfers is decided
-here, once, for all ranks.
+The order of transfers is decided here, once, for all ranks, because a Program leaves no decision to
+the executor.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pipegrad.schedules.program.program import (
 )
 from pipegrad.schedules.schedule import Action, Kind, Schedule
 
-# How many receives of an edge are posted ahead. On gloo a sender waits for a notice that its
-# receive is posted, which takes a round trip. So receives must be posted early. Each of them holds
-# a buffer, and more than two gained nothing (benchmarks/network).
+# Number of receives of an edge that are posted ahead. Receives must be posted early, because on
+# gloo a sender waits for a notice that its receive is posted, which takes a round trip. Each of
+# them holds a buffer, and more than two gained nothing (benchmarks/network).
 DEPTH = 2
 Transfer = int  # as items encode it: a channel and a microbatch
 _Sent = tuple["array[int]", "array[int]"]  # transfers of an edge, and their positions
@@ -56,9 +56,9 @@ def lower(
     comes back proves that it arrived.
 
     Args:
-        schedule: What every rank computes.
-        links: The values that stages hand on. By default each stage hands ``x`` to the next.
-        depth: How many receives of an edge are posted ahead of the receive that is waited for.
+        schedule: The computes of every rank.
+        links: The values that stages output. By default each stage sends ``x`` to the next.
+        depth: Number of receives of an edge that are posted ahead of the one that is waited for.
         synced: Stages with parameters that other ranks update. Their first forward waits for these.
         forward_only: True leaves out all backwards. The waits for parameters stay.
 
@@ -93,7 +93,7 @@ def _check_links(links: Sequence[Link], num_stages: int) -> None:
 def _channels(
     links: Sequence[Link], rank_of: Sequence[int], *, forward_only: bool
 ) -> Iterator[Channel]:
-    """Yields for each link how its value leaves its rank, and how gradients come back."""
+    """Yields for each link the channels of its value, and of the gradients that come back."""
     for number, link in enumerate(links):
         source = rank_of[link.producer]
         for target in sorted({rank_of[consumer] for consumer in link.consumers} - {source}):
@@ -103,21 +103,21 @@ def _channels(
 
 
 class _Lowering:
-    """Which transfers the actions of all ranks need and start.
+    """The transfers that the actions of all ranks need and start.
 
     A position is the index of an action among the actions of its rank.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        # rank -> for each position the transfers that the action needs, and those that it starts.
+        # rank -> for each position the transfers that the action needs; and those that it starts.
         self._needs: list[list[tuple[Transfer, ...]]] = []
         self._starts: list[list[tuple[Transfer, ...]]] = []
         for rank in range(program.schedule.num_ranks):
             of_actions = list(self._transfers(rank))
             self._needs.append([needs for needs, _ in of_actions])
             self._starts.append([starts for _, starts in of_actions])
-        # Where each transfer is waited for, on its target.
+        # Transfer -> the position of its wait, on its target.
         self._waited = {
             transfer: position
             for of_rank in self._needs
@@ -137,18 +137,18 @@ class _Lowering:
             items = array("q", _items(Op.POST_RECEIVE, posted[-1]))
             for position, action in enumerate(actions):
                 stage, kind, microbatch = action
-                # All receives are posted before the first wait. Otherwise the wait for one edge
-                # could delay the post on another edge, and the rank that is waited for may need
-                # that post. Only after the waits is it proven that a tensor of this rank has
-                # arrived and can be released.
+                # Post all receives before the first wait, because the wait for one edge could
+                # delay the post on another edge, and the rank that is waited for may need that
+                # post. Release after the waits, because only they prove that a tensor of this rank
+                # has arrived.
                 items.extend(_items(Op.POST_RECEIVE, posted.pop(position, ())))
                 items.extend(_items(Op.WAIT_RECEIVE, self._needs[rank][position]))
                 items.extend(_items(Op.RELEASE, released[rank].pop(position, ())))
                 if kind == "F" and stage in unused:
                     unused.remove(stage)
                     items.append(encode(Op.FIRST_USE, stage))
-                # Gradients of one value that come from several ranks are summed before the backward
-                # that reads them, in the order of ranks: the same in every step.
+                # Sum gradients of one value from several ranks before the backward that reads them,
+                # in the order of ranks, because that is the same in every step.
                 if kind in ("B", "I"):
                     joined = filter(links.is_joined, links.made[stage])
                     items.extend(encode(Op.JOIN, link, microbatch) for link in joined)
@@ -156,25 +156,26 @@ class _Lowering:
                     items.append(encode(Op.LAST_BACKWARD, stage))
                 items.append(encode(Op.COMPUTE, action_index(action), microbatch))
                 items.extend(_items(Op.SEND, self._starts[rank][position]))
-                # If W of the stage is still to come, only weight gradients are left. Those that
-                # other ranks wait for can then be computed before the others.
+                # If W of the stage is still to come, only weight gradients are left. Then those for
+                # which other ranks wait can be computed before the others.
                 if last_inputs.get(stage) == position < last.get(stage, -1):
                     items.append(encode(Op.INPUTS_FINAL, stage))
                     if self._program.schedule.head_w_first:
                         items.append(encode(Op.SHARED_WEIGHTS, stage))
                 if last.get(stage) == position:
-                    # Right behind the last backward or W, behind the sends that other ranks compute
-                    # with: gradients leave while this rank goes on with other stages.
+                    # Right after the last backward or W, because gradients are then reduced while
+                    # this rank goes on with other stages. After the sends, because other ranks
+                    # compute with these values.
                     items.append(encode(Op.FINAL, stage))
-            # No message proves that these sends have arrived. So they are released at the end of
-            # the step, where the rank waits for them.
+            # Release these sends at the end of the step, where the rank waits for them, because no
+            # message proves that they have arrived.
             items.extend(_items(Op.RELEASE, released[rank][len(actions)]))
             yield items
 
     def _transfers(self, rank: int) -> Iterator[tuple[tuple[Transfer, ...], tuple[Transfer, ...]]]:
         """Yields for each action of a rank the transfers that it needs, and those it starts."""
         links = self._program.rank_links[rank]
-        # A value is received once, by the first stage of this rank that takes it. Later stages of
+        # A value is received once, for the first stage of this rank that reads it. Later stages of
         # the rank read the same buffer.
         received = set[Transfer]()
         num_backwards = Counter[tuple[int, int]]()  # of a link and microbatch
@@ -185,8 +186,8 @@ class _Lowering:
                 starts = [c for k in links.made[stage] for c in links.sent[k]]
             elif kind in ("B", "I"):
                 needs = [c for k in links.made[stage] for c in links.gradients[k].values()]
-                # Several stages of this rank may take one value. Their gradients are summed here
-                # first, and the sum leaves once, with the last of their backwards.
+                # Several stages of this rank may read one value. Their gradients are summed here
+                # first, and the sum is sent once, after the last of their backwards.
                 for link in links.taken[stage]:
                     num_backwards[link, microbatch] += 1
                     is_last = num_backwards[link, microbatch] == len(links.consumers[link])

@@ -21,7 +21,7 @@ OP_MASK, MICROBATCH_MASK, KIND_MASK = 2**OP_BITS - 1, 2**MICROBATCH_BITS - 1, 2*
 
 
 class Op(IntEnum):
-    """What an item does.
+    """The operation of an item.
 
     The number in an item is a channel for transfers, a link for JOIN, a stage and a kind for
     COMPUTE, and a stage for all others.
@@ -57,7 +57,7 @@ def encode(op: int, which: int, microbatch: int = 0) -> int:
 
 
 def decode(code: int) -> Item:
-    """Returns the item that an integer stands for."""
+    """Returns the item that an integer encodes."""
     rest = code >> OP_BITS
     return Item(Op(code & OP_MASK), rest >> MICROBATCH_BITS, rest & MICROBATCH_MASK)
 
@@ -68,12 +68,12 @@ def action_index(action: Action) -> int:
 
 
 class Link(NamedTuple):
-    """A named value that one stage makes and later stages take.
+    """A named value that one stage outputs and later stages read.
 
     Attributes:
         name: Name of the producer's output and of the consumers' input.
-        producer: The stage that makes the value.
-        consumers: The stages that take the value, ascending. All are later than the producer.
+        producer: The stage that outputs the value.
+        consumers: The stages that read the value, ascending. All are later than the producer.
         differentiable: True if a gradient comes back.
     """
 
@@ -86,7 +86,7 @@ class Link(NamedTuple):
 class Channel(NamedTuple):
     """A value that crosses from one rank to another in each microbatch, or its gradient back.
 
-    A value goes to a rank only once, even if several stages of that rank take it. That rank sums
+    A value is sent to a rank only once, even if several stages of that rank read it. That rank sums
     their gradients and sends the sum back once.
     """
 
@@ -100,12 +100,12 @@ class Channel(NamedTuple):
 class Program:
     """A schedule with its transfers and sums. `lower` makes it.
 
-    Reductions are not in it: they leave with the last gradient of their bucket, in the order of
-    the plan (`print(sync.plan)`).
+    Reductions are not in it, because each is launched with the last gradient of its bucket, in the
+    order of the plan (`print(sync.plan)`).
 
     Attributes:
         schedule: The schedule; in a forward-only program it has only forwards.
-        links: The values that stages hand on.
+        links: The values that stages output.
         channels: The values and gradients that cross between ranks.
         items: For each pipeline rank its items, as integers; see `decode`.
         forward_only: True if only forwards are computed.
@@ -121,7 +121,7 @@ class Program:
 
     @cached_property
     def rank_links(self) -> tuple[RankLinks, ...]:
-        """For each pipeline rank the links as it sees them."""
+        """For each pipeline rank its view of the links."""
         return tuple(RankLinks(self, rank) for rank in range(self.schedule.num_ranks))
 
     @property
@@ -131,12 +131,12 @@ class Program:
 
     @cached_property
     def skips(self) -> frozenset[Channel]:
-        """Channels that have a connection of their own; see [Note: skips].
+        """Channels that have a separate connection; see [Note: skips].
 
-        [Note: skips] A value that skips stages is needed later than what the next stage takes. If
-        both go from one rank to another on one connection, a large skip holds up the values behind
-        it, for which a rank waits. On two connections they share the NIC, and the small one is
-        soon there. That happens only where ranks have several stages: otherwise each of the two
+        [Note: skips] A value that skips stages is needed later than the inputs of the next stage.
+        If both go from one rank to another on one connection, a large skip delays the next values,
+        for which a rank waits. On two connections they share the NIC, and the small one is soon
+        there. That happens only if ranks have several stages, because otherwise each of the two
         goes to another rank.
         """
         skips = {channel for channel in self.channels if self._is_skip(channel)}
@@ -144,7 +144,7 @@ class Program:
         return frozenset(c for c in skips if (c.source, c.target) in next_ones)
 
     def _is_skip(self, channel: Channel) -> bool:
-        """Returns True if no stage of the taking rank comes right behind the one that makes it."""
+        """Returns True if no stage of the reading rank comes right after the producer."""
         rank = channel.target if channel.kind == "F" else channel.source
         first = self.rank_links[rank].consumers[channel.link][0]
         return first > self.links[channel.link].producer + 1
@@ -165,7 +165,7 @@ class Program:
 
         Args:
             item: The item.
-            ranks: For each pipeline rank its number in the text; by default the same.
+            ranks: For each pipeline rank its number in the text; by default its index.
         """
         op, which, microbatch = item
         if op is Op.COMPUTE:
@@ -187,7 +187,7 @@ class Program:
         return channel.source if _PEERS[item.op] == "from" else channel.target
 
     def transfer(self, channel: int, microbatch: int) -> str:
-        """Returns a transfer as text: the value, and the action that made it."""
+        """Returns a transfer as text: the value, and the action that computed it."""
         link, kind, _, _ = self.channels[channel]
         name, producer, _, _ = self.links[link]
         return f"{'gradient of ' if kind == 'B' else ''}{name} of {producer}F{microbatch}"
@@ -199,7 +199,7 @@ class Program:
         return Action(stage, KINDS[kind], item.microbatch)
 
 
-# Where the peer of a transfer is.
+# Direction of the peer of a transfer.
 _PEERS: Mapping[Op, Literal["from", "to"]] = {
     Op.POST_RECEIVE: "from",
     Op.WAIT_RECEIVE: "from",
@@ -209,12 +209,12 @@ _PEERS: Mapping[Op, Literal["from", "to"]] = {
 
 
 class RankLinks:
-    """The links of a Program as one rank sees them.
+    """The links of a Program from the view of one rank.
 
     Attributes:
-        taken: Stage -> the links that it takes; of all ranks, as `made`.
-        made: Stage -> the links that it makes.
-        consumers: Link -> the stages of this rank that take it.
+        taken: Stage -> the links that it reads. Here and in `made`, stages are of all ranks.
+        made: Stage -> the links that it outputs.
+        consumers: Link -> the stages of this rank that read it.
         values: Link -> the channel that brings its value to this rank.
         sent: Link -> the channels that bring its value to other ranks.
         gradients: Link -> the channels of the gradients that come back, by the rank that sends.

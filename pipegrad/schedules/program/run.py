@@ -1,8 +1,8 @@
 """Run: a Program without tensors. Each rank goes as far as it can, and each item is checked.
 
 A send ends when its receive is posted. The first send to a rank meets the first receive from it,
-because a message carries no name. Nothing that a rank does depends on time. So if one run ends, all
-runs end.
+because a message carries no name. If one run ends, all runs end, because no item of a rank depends
+on time.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from pipegrad.schedules.schedule import Action
 _FORWARD, _FULL, _INPUT, _WEIGHT = range(4)  # kinds, as COMPUTE encodes them
 _COMPUTE, _SEND, _WAIT, _JOIN = (int(o) for o in (Op.COMPUTE, Op.SEND, Op.WAIT_RECEIVE, Op.JOIN))
 _STARTS = (int(Op.POST_RECEIVE), _SEND)
-# A wait -> what starts that which it waits for, and what is wrong if nothing has.
+# A wait -> the op that starts its transfer, and the complaint if that op is missing.
 _WAITS = {
     _WAIT: (int(Op.POST_RECEIVE), "waits for a receive that is not posted"),
     int(Op.RELEASE): (_SEND, "releases what is not being sent"),
 }
 # Most items prepare the action after them. These belong to the action before them.
 _BEHIND = {int(op) for op in (Op.SEND, Op.FINAL, Op.INPUTS_FINAL, Op.SHARED_WEIGHTS)}
-# What comes before an item that says how far the gradients of a stage are, as the last such item.
+# Items that announce the state of a stage's gradients -> the possible last announcement before.
 _BEFORE: dict[Op, tuple[Op | None, ...]] = {
     Op.LAST_BACKWARD: (None,),
     Op.INPUTS_FINAL: (None,),
     Op.SHARED_WEIGHTS: (Op.INPUTS_FINAL,),
     Op.FINAL: (Op.LAST_BACKWARD, Op.INPUTS_FINAL, Op.SHARED_WEIGHTS),
 }
-# What a rank holds: live activations, live graphs, receive buffers, receives that are posted.
+# Resources of a rank: live activations, live graphs, receive buffers, receives that are posted.
 LIVE, GRAPHS, BUFFERS, IN_FLIGHT = range(4)
 _LIVE_BY_KIND, _GRAPHS_BY_KIND = (1, -1, 0, -1), (1, -1, -1, 0)
 
 
 class RankRun:
-    """What one rank has done in a run, and whether its next item is right.
+    """The items that one rank has done in a run; checks the next one.
 
     Attributes:
         rank: The pipeline rank.
         items: Its items.
-        position: Of its next item.
-        done: The items before that, as they are encoded.
+        position: Position of its next item.
+        done: The items before that position, encoded.
         newest: Stage -> the microbatch of its last forward.
-        most: The most that it has held: `LIVE`, `GRAPHS`, `BUFFERS`, `IN_FLIGHT`.
+        most: Maxima of `LIVE`, `GRAPHS`, `BUFFERS` and `IN_FLIGHT`.
     """
 
     def __init__(self, program: Program, rank: int) -> None:
@@ -129,7 +129,7 @@ class RankRun:
     def _receive(self, transfer: int) -> None:
         self._hold(IN_FLIGHT, -1)
         # A value stays in its buffer until the last backward of this rank has read it. A gradient
-        # has one reader, so it needs no count.
+        # needs no count, because it has one reader.
         link, kind, _, _ = self._program.channels[transfer >> MICROBATCH_BITS]
         if kind == "F":
             self._readers[link, transfer & MICROBATCH_MASK] = len(self._links.consumers[link])
@@ -218,7 +218,7 @@ class RankRun:
     def _free_buffers(self, stage: int, kind: int, microbatch: int) -> None:
         """Frees the buffers that no later action reads."""
         # A backward, or its W, reads the inputs of its forward and the gradients of its outputs
-        # again. In evaluation there is no backward, so the forward is the last reader.
+        # again. In evaluation the forward is the last reader, because there is no backward.
         if kind == _INPUT or (kind == _FORWARD and not self._program.forward_only):
             return
         for link in self._links.taken[stage]:
@@ -250,7 +250,7 @@ class RankRun:
         self._announced[stage] = op
 
     def check_end(self) -> None:
-        """Refuses what is left when all items are done."""
+        """Refuses transfers, actions and stages that are not complete when all items are done."""
         if self._num_under_way:
             self.refuse("transfers are under way at the end of the step")
         if self._due:
@@ -265,16 +265,15 @@ class Run:
 
     Attributes:
         program: The Program.
-        ranks: For each rank what it has done.
+        ranks: For each rank its state.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.ranks = [RankRun(program, rank) for rank in range(len(program.items))]
         self._ready = list(range(len(self.ranks)))
-        self._sleepers = defaultdict[int, list[int]](list)  # what ranks wait for -> ranks
-        # By source and target: the transfers that were posted, and those that were sent, each with
-        # its position.
+        self._sleepers = defaultdict[int, list[int]](list)  # transfer -> ranks that wait for it
+        # (source, target) -> the posted transfers, and the sent ones, each with its position.
         self._ends = defaultdict[tuple[int, int], tuple[list[tuple[int, int]], ...]](
             lambda: ([], [])
         )
@@ -286,8 +285,8 @@ class Run:
         Raises:
             ItemError: If an item is wrong.
         """
-        # A rank runs as far as it can, and is run again only when what it waits for has ended. So
-        # the work grows with the number of items, not with the number of ranks times items.
+        # A rank runs as far as it can, and runs again only when the awaited transfer has ended,
+        # because the work must grow with the number of items, not with ranks times items.
         while self._ready:
             self._advance(self.ranks[self._ready.pop()])
 
@@ -311,7 +310,7 @@ class Run:
             rank.position += 1
 
     def _missing(self, rank: RankRun, op: int, transfer: int) -> int | None:
-        """Returns what a wait waits for; None if it has ended, or if the wait is wrong."""
+        """Returns the transfer of a wait; None if it has ended, or if the wait is wrong."""
         is_there = transfer in self._arrived or not rank.has(_WAITS[op][0], transfer)
         return None if is_there else transfer
 
@@ -324,7 +323,7 @@ class Run:
         is_send = op == _SEND
         if rank.rank != (source if is_send else target):
             rank.refuse("a transfer of another rank")
-        # The executor keeps only what a stage computed last.
+        # Refuse older outputs, because the executor keeps only the last output of a stage.
         producer = self.program.links[link].producer
         if is_send and kind == "F" and rank.newest[producer] != transfer & MICROBATCH_MASK:
             rank.refuse(f"sent after stage {producer} has computed another one")
@@ -347,7 +346,7 @@ class ItemError(ScheduleError):
     Attributes:
         rank: Its rank.
         position: Its position among the items of the rank.
-        why: What is wrong.
+        why: The mistake, in words.
     """
 
     def __init__(self, program: Program, rank: int, position: int, why: str) -> None:
@@ -363,7 +362,7 @@ class ItemError(ScheduleError):
 def cell_of(program: Program, rank: int, position: int) -> Action:
     """Returns the action that an item belongs to.
 
-    This is the item's own action for COMPUTE, else the action that it prepares or follows.
+    For COMPUTE this is the item's action, otherwise the action that it prepares or follows.
     """
     items = program.items[rank]
     steps = count(position, -1) if items[position] & OP_MASK in _BEHIND else count(position)

@@ -13,14 +13,14 @@ from pipegrad.schedules.program.run import RankRun, Run, cell_of
 
 @dataclass(frozen=True)
 class Proof:
-    """What a Program needs while it runs. Each field has one number for each pipeline rank.
+    """The resources of a Program while it runs. Each field has one number for each pipeline rank.
 
     Attributes:
         live_activations: The most microbatches, over all stages of the rank, whose forward has run
             and whose backward has not ended.
         live_graphs: The most of these microbatches whose input gradients are not computed yet.
-            Autograd holds all activations of them. Of the others it holds only the factors of
-            weight gradients.
+            Autograd holds all activations of these, and only the factors of weight gradients of the
+            others.
         receive_buffers: The most buffers of received values and gradients at a time. Buffers of
             posted receives count.
         in_flight: The most transfers at a time that are posted and not yet waited for.
@@ -33,12 +33,12 @@ class Proof:
 
     @classmethod
     def of(cls, ranks: Iterable[RankRun]) -> Proof:
-        """Returns what ranks that have run to their end have needed."""
+        """Returns the proof from ranks that have run to their end."""
         return cls(*zip(*(rank.most for rank in ranks), strict=True))
 
 
 def verify(program: Program) -> Proof:
-    """Proves that `program` ends and computes the right thing; returns what it needs.
+    """Proves that `program` ends and runs all actions in a valid order; returns the proof.
 
     It proves for all ranks at once:
 
@@ -48,7 +48,8 @@ def verify(program: Program) -> Proof:
     - No ranks wait for each other in a circle. This assumes that a send ends only when its receive
       is posted.
 
-    Reductions are not part of it: all ranks launch them in the order of one list, their plan.
+    Reductions are not part of it, because all ranks launch them in the order of one list, their
+    plan.
 
     Raises:
         ScheduleError: If the proof fails. The message shows the grid, with the wrong cell marked.
@@ -64,7 +65,7 @@ def verify(program: Program) -> Proof:
 
 
 def _refuse_cycle(program: Program, stuck: Mapping[int, int]) -> NoReturn:
-    # Every stuck rank waits for another stuck rank, so the message shows them all.
+    # Show all stuck ranks, because each waits for another one of them.
     cells = [cell_of(program, rank, position) for rank, position in stuck.items()]
     lines = "\n".join(
         f"  rank {rank}: {program.words(decode(program.items[rank][position]))}, for {cell}"
