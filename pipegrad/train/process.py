@@ -4,25 +4,25 @@
 this unwinds C++ code, the process aborts, and torchrun takes an abort for a failed job. This
 happened after errors, to threads that waited in torch for peers that were gone. It also happened
 to one or two of about 150 runs that had ended well, probably because threads of comm streams were
-not joined yet. So exit functions run, and then the process ends without finalization.
+not joined yet. Therefore exit functions run, and then the process ends without finalization.
 
 [Note: a store outlives its ranks] torchrun keeps one key-value store for all its restarts. There a
-new rank finds the address of a rank that was killed, and cannot reach it. The number of restarts
-cannot tell the starts apart: torchrun counts on each machine alone. So rank 0 draws a name for each
-start. The other ranks answer with names of their own, and rank 0 writes whom it has heard. A rank
-that reads the name of an earlier start does not find itself there, and reads again.
+new rank finds the address of a rank that was killed, and cannot reach it. Rank 0 draws a name for
+each start, because the number of restarts does not identify it: torchrun counts on each machine
+alone. The other ranks answer with names of their own, and rank 0 writes a list of the answers. A
+rank that reads the name of an earlier start does not find itself in its list, and reads again.
 
-A run that is asked to end saves first. Of a failure there is one report for all ranks: that of the
-watch (`pipegrad.comm.watch`). The rank that has made it prints it. torchrun gets the cause on each
+A run that receives a signal saves first. A failure has one report for all ranks, which the watch
+makes (`pipegrad.comm.watch`). The rank that has made it prints it. torchrun gets the cause on each
 machine, and prints it last.
 
 [Note: a signal in a step] A signal may reach one rank alone, at any moment. It only sets a number.
-The ranks exchange it in the message of metrics that every step makes. So all ranks stop after the
-same step.
+All ranks stop after the same step, because they exchange this number in the message of metrics
+after every step.
 
-Python calls a handler in the main thread, between two of its instructions. A rank that waits in a
-collective makes none. So a thread reads the signals from a file, into which Python writes each
-signal at once. Then a second signal ends a process that hangs, too.
+A thread reads the signals from a socket, into which Python writes each signal at once. Python's own
+handlers would be too late, because they run in the main thread between two instructions, and a rank
+that waits in a collective executes none. Therefore a second signal ends even a process that hangs.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
         return
     _check_environment(os.environ)
     # CUDA puts all streams into 8 hardware queues. A kernel that waits in a queue holds up all
-    # behind it: measured on an H200, a kernel waited 79 ms, and 20 with this (benchmarks/card).
+    # after it: measured on an H200, a kernel waited 79 ms, and 20 with this (benchmarks/card).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if "RANK" not in os.environ:
         dist.init_process_group(_backends(), store=HashStore(), rank=0, world_size=1)
@@ -151,8 +151,8 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
     watched = watch()
     if watched is not None:
         watched.ends_process = True
-    # From here on every way out ends in `os._exit`. The exit code must be right all the same, as
-    # torchrun decides by it whether the job has failed.
+    # From here on every way out ends in `os._exit`. The exit code must be right all the same,
+    # because torchrun decides by it whether the job has failed.
     code = 0
     try:
         # Until the process ends: torchrun sends SIGTERM when it sees another rank end.
@@ -234,7 +234,7 @@ def _check_environment(variables: Mapping[str, str]) -> None:
 def _backends() -> str:
     """Returns the backends of the default group: of the CPU, and of an accelerator.
 
-    Without a name torch makes that of the accelerator alone.
+    Without names, torch would make the accelerator's backend alone.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -292,7 +292,7 @@ def store_of_start(store: Store, rank: int, size: int, timeout_seconds: float) -
         MessageError: If another program has written into the store.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return store  # rank 0 keeps it, so it ends with the ranks
+        return store  # it ends with the ranks, because rank 0 keeps it
     own, signed = uuid.uuid4().hex, SignedStore(store)
     if rank == 0:
         signed.set(_KEY, own)
@@ -393,7 +393,7 @@ def show_in(folder: Path) -> None:
 
 
 def fail(error: BaseException, folder: Path | None, *, shows_traceback: bool) -> int:
-    """Prints what has failed, once for all ranks; returns the exit code.
+    """Prints a failure, once for all ranks; returns the exit code.
 
     It takes some seconds at most, also if other ranks are gone.
     """
