@@ -223,7 +223,7 @@ def write_checkpoint(
 
     def prepare() -> tuple[Mapping[str, Part], dict[str, Any]]:
         parts = collect()
-        if is_first:  # no rank writes before it knows that all have come here
+        if is_first:  # no rank writes before all have come here
             run_files.remove(begun)
             begun.mkdir(parents=True)
         described = {

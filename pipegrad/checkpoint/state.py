@@ -144,7 +144,7 @@ class State:
                         f"{name!r} is sharded and not contiguous, so its rows fit into no other "
                         f"layout's checkpoint: make it .contiguous()"
                     )
-        # Names of several models, one a stage, are told apart by the stage.
+        # Names of several models, one a stage, need the stage to differ.
         are_apart = any(name == key for key, name in names.items())
         self._buffers: dict[str, tuple[int, str]] = {}
         for stage, module in sync.modules.items():

@@ -274,7 +274,7 @@ class Job:
         options = self.config.optimizer.options
         trained = [record for record in manifest.parameters if record.requires_grad]
         for plan in plans:
-            # With others, the error says that the model has no matrix.
+            # With others, the error is that the model has no matrix.
             key = "optimizer.others" if trained and others is not None else "optimizer.name"
             made = partial(parts_of, kind, options, others, records=trained, matrices=plan.matrices)
             for part in self._refusing(key, made):

@@ -4,7 +4,7 @@
 not leave its peers in a collective: all ranks raise the same error. The order matters:
 
 1. Configuration and device of each rank, alone; then the text, once a machine.
-2. The topology with its process groups; with it each rank knows its data, and has its first batch.
+2. The topology with its process groups. It gives each rank its data, and so its first batch.
 3. The model, which a factory may shard along dimensions of the topology, and its stages on the
    device.
 4. The scheduler with the gradient layer, which evaluates a batch to try the model out.
