@@ -49,7 +49,7 @@ class ScheduleError(PipegradError, ValueError):
 
 
 class ConfigError(PipegradError, ValueError):
-    """A configuration cannot be used. Names file, key and value, and what would be accepted."""
+    """A configuration cannot be used. Names file, key and value, and the accepted values."""
 
 
 class WeightsError(PipegradError, ValueError):
@@ -85,7 +85,7 @@ class ReduceError(PipegradError, RuntimeError):
 
 
 class StallError(PipegradError, TimeoutError):
-    """A rank failed for good, or did not go on in time. Names it, and what each rank was at."""
+    """A rank failed for good, or did not go on in time. Names it, and the work of each rank."""
 
 
 class DriftError(ReduceError):
@@ -144,8 +144,8 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 def ends_in_words(error: BaseException) -> bool:
     """True if a rank replaces this error by an error of pipegrad.
 
-    A SystemExit would end the process without a message, perhaps even with code 0. What the caller
-    or the user requested (KeyboardInterrupt, asyncio's CancelledError) is raised unchanged.
+    A SystemExit would end the process without a message, perhaps even with code 0. Requests of the
+    caller or the user (KeyboardInterrupt, asyncio's CancelledError) are raised unchanged.
     """
     return isinstance(error, (Exception, SystemExit))
 

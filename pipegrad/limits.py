@@ -1,6 +1,6 @@
 """Limits: the largest sizes that a file, a name or an option may have. More raises an error.
 
-They are far above what a pipeline needs, and keep a command within minutes and gigabytes.
+They are far above the needs of a pipeline, and keep a command within minutes and gigabytes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pipegrad.plugins.codec import Carried
 
 _INDEX_BYTES = 4  # int32
 _MOST_ELEMENTS = 2**31
-_ALIGNED = 8  # bytes: the elements after the indices begin at a multiple
+_ALIGNED = 8  # the elements after the indices begin at a multiple of so many bytes
 
 
 class TopK(EdgeCodec):

@@ -114,8 +114,8 @@ class Meetings(OuterOptimizer):
     @property
     def _num_steps(self) -> int:
         """Steps since the last meeting, whether or not an optimizer has used their gradients."""
-        # All ranks meet after the same step, because all end a step with gradients, or all fail in
-        # it. One replica alone might leave a step of its optimizer out.
+        # Count steps of the sync, because one replica alone might leave a step of its optimizer
+        # out. All ranks meet after the same step: all end it with gradients, or all fail in it.
         return self._sync.statistics().steps - self._last
 
     @property

@@ -20,8 +20,8 @@ class Owned(GradientHandler):
 
     A matrix has two dimensions or more. Embeddings and heads are none: a parameter of a module
     whose class is called an embedding, one that several modules hold, in one stage or in several,
-    and what `others` matches. A module that the model uses twice is one module, if no cut divides
-    its uses.
+    and one that `others` matches. A module that the model uses twice is one module, if no cut
+    divides its uses.
 
     Args:
         axis: The mesh dimension; by default all data dimensions of the topology.

@@ -1,8 +1,8 @@
 """Checkpoints: saves the state of a training on one layout of ranks, and resumes it on another.
 
-`state` gives each rank's part names of the uncut model. `saving` writes it, also while the training
-goes on. `files` has the format of the bytes, and `folders` the names of checkpoints. `resuming`
-continues a run, and `exporting` makes the uncut model of a checkpoint.
+`state` has the part of one rank, by names of the uncut model. `saving` writes it, also while the
+training goes on. `files` has the format of the bytes, and `folders` the names of checkpoints.
+`resuming` continues a run, and `exporting` makes the uncut model of a checkpoint.
 """
 
 from pipegrad.checkpoint.exporting import export, load

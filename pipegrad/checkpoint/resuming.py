@@ -40,9 +40,9 @@ def resume(folder: str | Path | None, state: State, *, options: bool = True) -> 
 
     Args:
         folder: The checkpoint, or the folder of a run: then its newest checkpoint is taken. None,
-            as `newest` returns it of a new run, is refused.
+            which `newest` returns for a new run, raises CheckpointError.
         state: The state of this rank, which gets the values of the checkpoint.
-        options: Whether to take the options of the optimizer too, such as its learning rate.
+        options: True to take the options of the optimizer too, such as its learning rate.
 
     Raises:
         CheckpointError: If the checkpoint is damaged, cannot be read, or is of another version,

@@ -328,7 +328,7 @@ def _index(
 def _together(
     folder: Path, group: dist.ProcessGroup, moves: Moves, function: Callable[[], tuple[T, Any]]
 ) -> tuple[T, list[Any]]:
-    """Calls a function on all ranks; returns what this rank keeps, and the replies of all.
+    """Calls a function on all ranks; returns this rank's result, and the replies of all.
 
     Raises:
         CheckpointError: If a rank failed; on all ranks. It names the first one.

@@ -144,7 +144,7 @@ class State:
                         f"{name!r} is sharded and not contiguous, so its rows fit into no other "
                         f"layout's checkpoint: make it .contiguous()"
                     )
-        # Names of several models, one a stage, need the stage to differ.
+        # Add the stage to names of buffers if each stage is a model, because names may be equal.
         are_apart = any(name == key for key, name in names.items())
         self._buffers: dict[str, tuple[int, str]] = {}
         for stage, module in sync.modules.items():
@@ -211,7 +211,7 @@ class State:
             keys: The keys of `tensors` of all ranks.
 
         Raises:
-            CheckpointError: If it is refused.
+            CheckpointError: If names or shapes differ.
         """
         saved = {key for key in files.index.tensors if key.startswith("model.")}
         complaints = []
@@ -318,10 +318,10 @@ class State:
         Args:
             files: The checkpoint.
             saved: The extra state of its optimizer.
-            options: Whether its options are taken, too.
+            options: True if its options are taken, too.
 
         Raises:
-            CheckpointError: If it is refused.
+            CheckpointError: If the optimizer, or the names of its state, differ.
         """
         if self.optimizer is None:
             return

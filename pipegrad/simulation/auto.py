@@ -80,7 +80,7 @@ class Auto(MeasuredGenerator):
         except ScheduleError as error:
             if not self._is_measured:
                 raise
-            # With hops of no time something fitted; what was measured must not end the run.
+            # Some schedule fitted with hops of no time; measured times must not end the run.
             warnings.warn(f"schedule 'auto' stays 1f1b: {error}", stacklevel=2)
             chosen = None
         if chosen is not None:

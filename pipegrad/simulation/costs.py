@@ -254,7 +254,7 @@ class CollectiveCosts(_Numbers):
 
 @dataclass(frozen=True)
 class CodecCosts(_Numbers):
-    """A codec between two pipeline ranks, for what crosses in either direction.
+    """A codec between two pipeline ranks, for values that cross in either direction.
 
     Attributes:
         ranks: The two pipeline ranks, the lower one first.

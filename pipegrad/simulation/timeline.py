@@ -194,7 +194,7 @@ class Timeline:
             span._replace(
                 begin=max(span.begin, begin) - begin,
                 end=min(span.end, end) - begin,
-                step=span.step - step,  # below 0: what the step before it began
+                step=span.step - step,  # below 0 for spans that the step before it began
             )
             for span in self.spans
             if (span.end > begin and span.begin < end)

@@ -201,7 +201,7 @@ def pair_of(batch: object, *, is_named: bool = False) -> Pair:
         batch: Tokens ``(rows, length)``, whose targets are their successors; or a pair of inputs
             and targets; or a table of inputs and of targets, which are called ``labels`` or
             ``target``. Values may be tensors or arrays.
-        is_named: Whether a model of transformers takes the inputs. Labels are then shifted as the
+        is_named: True if a model of transformers takes the inputs. Labels are then shifted as the
             model does: a label is the target of the token before it. A ``target`` is not shifted.
             Without both the tokens are the labels, but for those whose ``attention_mask`` is 0.
 

@@ -77,11 +77,11 @@ _LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Launchers send a signal again that the terminal or the cluster has already sent to each process.
 _ECHO_SECONDS = 1.0
-_LATER_SECONDS = 0.5  # for the rank that prints the report: who ends first makes torchrun end all
+_LATER_SECONDS = 0.5  # the rank that prints the report ends first: then torchrun ends all others
 
 
 def device_of_rank(config: Config) -> torch.device:
-    """Returns this rank's device; ``auto`` is the CPU unless every local rank has a CUDA card."""
+    """Returns this rank's device; ``auto`` is the CPU unless every local rank has a CUDA GPU."""
     # Without torchrun this process is the only rank of its machine.
     local, num_local = (int(os.environ.get(n, d)) for n, d in _LOCAL.items())
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -105,7 +105,7 @@ def device_of_rank(config: Config) -> torch.device:
 
 
 def automatic_kind() -> str:
-    """Returns "cuda" if each rank of this machine has a CUDA card, else "cpu"."""
+    """Returns "cuda" if each rank of this machine has a CUDA GPU, else "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     has_own = accelerator is not None and accelerator.type == "cuda"
@@ -400,7 +400,7 @@ def fail(error: BaseException, folder: Path | None, *, shows_traceback: bool) ->
     file = _write_traceback(error, folder, shows=shows_traceback)
     note = f" (traceback: {file})" if file else ""
     watched = watch()
-    # In a process group of the caller, whose ranks go on, nobody may end the job.
+    # Do not end the job in a process group of the caller, because its ranks go on.
     if watched is None or not watched.ends_process:
         words = str(error) if isinstance(error, PipegradError) else failure_of(error).error
         once_a_machine(partial(_print, f"{words}{note}"))

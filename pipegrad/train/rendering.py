@@ -1,4 +1,4 @@
-"""Rendering: parts of a job or of a step that commands print by rich.
+"""Rendering: turns a job or a step into parts that rich prints.
 
 A plan is one replica in about a screen. An explanation has the time of each rank in a step, the
 critical path, and advice.

@@ -55,7 +55,7 @@ class Events:
             self._sleepers[wanted].append(process)
 
 
-Nic = tuple[int, int]  # 0 for what leaves and 1 for what enters, and a host
+Nic = tuple[int, int]  # 0 for bytes that leave and 1 for bytes that enter, and a host
 # Rates are computed for the NICs that a begin or an end can touch. A chain of messages may join
 # all NICs of a large cluster, and then rates further away are left as they are.
 _MOST_NICS = 32

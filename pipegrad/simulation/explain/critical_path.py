@@ -244,9 +244,9 @@ class CriticalPath:
 def critical_path(lookup: Lookup, step: int) -> CriticalPath:
     """Returns the critical path of a step, for a simulated or a measured timeline.
 
-    It is followed from the end of the step back to its begin: a rank computed because it had
-    computed what was before it, or waited because of a transfer or a reduction, which began because
-    another rank had computed. Where spans are missing, the path stays on its rank.
+    It is followed from the end of the step back to its begin: a rank computed because its earlier
+    compute had ended, or it waited for a transfer or a reduction, which began because another rank
+    had computed. Where spans are missing, the path stays on its rank.
 
     Args:
         lookup: The timeline.
@@ -299,7 +299,7 @@ class _Walk:
             return self._follow_transfer(piece, wait)
         if wait.kind == "wait for ranks":
             last = self._last_rank()
-            if last == self.rank:  # nobody else is late
+            if last == self.rank:  # no other rank is late
                 return False
             self.rank = last
             return True

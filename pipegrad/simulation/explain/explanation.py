@@ -390,7 +390,7 @@ def _more_microbatches(program: Program, costs: Costs, of: Timeline | None) -> I
         for m in (now.num_microbatches, number)
     )
     if same and more and same.actions == now.actions and more.stage_to_rank == now.stage_to_rank:
-        # A microbatch of half the rows costs what one of two chunks of a sequence does.
+        # A microbatch of half the rows costs as much as one of two chunks of a sequence.
         halved = replace(costs, stages=tuple(stage.of_chunk(2) for stage in costs.stages))
         change = f"parallel.microbatches = {number}, if half the rows take half the time"
         yield WhatIf("pipeline", change, _lowered(program, more), halved)

@@ -125,8 +125,8 @@ def _way_seconds(lookup: Lookup) -> tuple[dict[_Way, float], bool]:
     alone, beside = ({way: median(own) for way, own in table.items()} for table in tables[:2])
     slower = [beside[way] / alone[way] for way in beside if alone.get(way, 0.0) > 0]
     ways = beside | alone
-    # Where no receiver ever waited, all that is known is that no transfer took longer, and what
-    # takes the same bytes the other way.
+    # If no receiver ever waited, take the least measured time, because no transfer took longer. The
+    # same bytes in the other direction may give a shorter time.
     for (value, source, target), own in tables[2].items():
         back = ways.get((value, target, source), min(own))
         ways.setdefault((value, source, target), min(*own, back))

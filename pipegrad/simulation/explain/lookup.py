@@ -131,7 +131,7 @@ class Lookup:
         earlier = None if self.is_predicted else self.transfer_before(transfer)
         return transfer.end - (max(transfer.begin, earlier.end) if earlier else transfer.begin)
 
-    # What belongs together.
+    # Spans that belong together.
 
     def transfer_of(self, wait: Span) -> Span | None:
         """Returns the transfer that a wait for a receive or a send is for."""

@@ -111,7 +111,7 @@ def _simulated(explanation: Explanation, noise: float) -> Iterator[_Clause]:
         yield _Clause(bounds["ranks"] / 2, f"{slowest}; {alike}")
     yield from _against(by_cause.get("ranks", []), slowest)
     order = by_cause["pipeline"]
-    # A schedule hides what is on its way, too.
+    # A schedule hides transfers, too.
     if bounds.get("links", 0.0) > max((a.gain for a in order), default=0.0) / 2:
         both = sorted([*by_cause["links"], *order], key=lambda a: -a.gain)
         yield from _against(both, _slow_link(explanation))

@@ -99,7 +99,7 @@ class Reporter(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what `open` began. Called once, also if the run fails."""
+        """Frees the resources of `open`. Called once, also if the run fails."""
 
 
 reporters: Registry[Reporter] = Registry(REPORTERS, Reporter)  # type: ignore[type-abstract]
