@@ -151,7 +151,7 @@ def ends_in_words(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Returns the message of an error of a file, without its number and path. Callers name it."""
+    """Returns the message of an error of a file, without number and path. Callers name the path."""
     return getattr(error, "strerror", None) or str(error)
 
 

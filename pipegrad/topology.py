@@ -63,6 +63,9 @@ class Topology:
     ) -> Topology:
         """Returns the topology of this job. The pipeline is outermost, the rest is data parallel.
 
+        For example, ``Topology.create(pipeline=4, dimensions={"tp": 2})`` on 16 ranks has the mesh
+        ``(("pp", 4), ("dp", 2), ("tp", 2))``.
+
         Args:
             pipeline: Size of the pipeline dimension, ``"pp"``.
             dimensions: Names and sizes of dimensions inside of ``"dp"``, outermost first, as in

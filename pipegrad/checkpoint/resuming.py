@@ -51,7 +51,7 @@ def resume(folder: str | Path | None, state: State, *, options: bool = True) -> 
     if folder is None:
         raise CheckpointError("there is no checkpoint to resume from: begin with step 0 instead")
     rank, num_ranks, named = dist.get_rank(), dist.get_world_size(), Path(folder)
-    # The first rank decides for all, since the folder of a run may change at any time.
+    # The first rank decides for all, because the folder of a run may change at any time.
     folder = Path(agree("the checkpoint", lambda: str(find_checkpoint(named)))[0])
     # Checks go from cheap to expensive. Parameters change only after all checks have passed on all
     # ranks, because a refused checkpoint must leave no rank half loaded.

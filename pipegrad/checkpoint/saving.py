@@ -277,7 +277,7 @@ def _shared_out(tables: Sequence[Mapping[str, Any]]) -> list[set[tuple[str, Any]
 def _write_slices(
     path: Path, parts: Mapping[str, Part], mine: set[tuple[str, Any]], moves: Moves
 ) -> tuple[Any, ...]:
-    """Writes slices of this rank; returns file, size and checksum, and where each slice lies."""
+    """Writes slices of this rank; returns file, size and checksum, and each slice's position."""
     if not path.parent.is_dir():
         raise CheckpointError(
             f"{path.parent} is not there, although the first rank has made its folder: save the "

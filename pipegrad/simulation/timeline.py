@@ -262,7 +262,7 @@ def _adapter() -> TypeAdapter[Timeline]:
 
 
 def check_timeline(timeline: Timeline) -> None:
-    """Refuses numbers that no run has, and that a picture or a table would trip over.
+    """Refuses numbers that no run has, because pictures and tables could not show them.
 
     Raises:
         ScheduleError: If there are some. The message names the field.

@@ -69,7 +69,7 @@ def kinds(config: Config) -> tuple[type, Callable[..., torch.optim.Optimizer] | 
     else:
         of_vectors = _kind(config, "optimizer.others", choice.others)
         others = partial(of_vectors, **choice.others.options)
-    # An option that has no effect is an error: the user believes that it works.
+    # An option without effect is an error, because the user believes that it works.
     decay = "weight_decay" in inspect.signature(of_vectors).parameters
     if not (choice.decay_norms_and_biases or decay):
         name = of_vectors.__name__

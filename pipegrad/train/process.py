@@ -185,7 +185,7 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
 
 
 def _end_late() -> None:
-    """Ends a process whose run has ended, and which does not."""
+    """Ends a process that still runs long after the end of its run."""
     names = [t.name for t in threading.enumerate() if not t.daemon and t.name != "MainThread"]
     print(  # noqa: T201
         f"Error: the run has ended, but not its process; threads that still run: {names}",
@@ -198,8 +198,8 @@ def _end_late() -> None:
 def _end_at_once(number: int) -> None:
     """Ends this process by a signal, outside of the steps of a run: there is nothing to save."""
     watched = watch()
-    # A launcher that sees one rank end sends SIGTERM to all others. Then the last words of this
-    # process are the report, and the watch ends the process if the main thread does not.
+    # Let the report be printed if there is one, because a launcher that sees one rank end sends
+    # SIGTERM to all others. The watch ends the process if the main thread does not.
     if watched is not None and watched.has_alarm_soon():
         return
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -381,7 +381,7 @@ def exit_code(number: int) -> int:
 
 
 def show_in(folder: Path) -> None:
-    """Lets the report of a failure stand in a run's folder, too."""
+    """Writes the report of a later failure into a run's folder, too."""
 
     def show(report: FailureReport) -> None:
         _print(report.text)

@@ -107,7 +107,7 @@ def locked_origin(config: Config) -> tuple[Path | None, Path | None, RunLock | N
 def find_origin(config: Config) -> Origin:
     """Returns the folder and the checkpoint of a run; see [Note: what a run goes on from].
 
-    One rank decides for all, since a folder may change at any time.
+    One rank decides for all, because a folder may change at any time.
 
     Raises:
         ConfigError: If the checkpoint of ``train.resume`` cannot be read, or no run has made the

@@ -19,8 +19,8 @@ from pipegrad.plugins.registry import closest_first
 class Table(BaseModel):
     """A table whose keys are all known."""
 
-    # Strict and without unknown keys: a typing error must not become a default value. Infinite
-    # numbers are refused, as they would only fail in a later step.
+    # Strict and without unknown keys, because a typing error must not become a default value. No
+    # infinite numbers, because they would only fail in a later step.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")

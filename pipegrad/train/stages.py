@@ -82,7 +82,8 @@ def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer |
     uncut = job.model() if config.model.is_transformers else None
     inputs = None if feed.pair is None else feed.pair[0]
     if uncut is None and job.dataset is not None and inputs is not None:
-        # Data ranks may have sequences of other lengths, and all must cut alike.
+        # Take one rank's rows, because data ranks may have sequences of other lengths, and all must
+        # cut alike.
         named = {"": inputs} if isinstance(inputs, Tensor) else inputs
         rows = {name: tensor[:2].cpu().clone() for name, tensor in named.items()}
         looked: Mapping[str, Tensor] = agree("a look at the first batch", lambda: rows)[0]

@@ -315,7 +315,7 @@ def _gradient_bytes(plan: Plan, stages: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _launched(buckets: Iterable[Bucket], topology: Topology) -> Iterator[tuple[int, int]]:
-    """Yields for each reduction of a bucket how many ranks launch it, and their bytes."""
+    """Yields the number of ranks that launch each reduction of a bucket, and their bytes."""
     replicas = len(topology.ranks) // topology.size(topology.pipeline)
     for bucket in buckets:
         ranks = replicas * len({topology.stage_to_rank[stage] for stage in bucket.holders})

@@ -92,6 +92,8 @@ def explain(
 ) -> Explanation:
     """Returns the time of a step of a timeline, its causes, and advice.
 
+    For example, ``print(explain(Timeline.load(path)))`` prints them as one sentence.
+
     Args:
         timeline: A simulated or a recorded run.
         step: Number of the step, from 0; by default the one of median time.

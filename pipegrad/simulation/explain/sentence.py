@@ -156,7 +156,7 @@ def _shares(explanation: Explanation) -> Iterator[_Clause]:
 
 
 def _slow_link(explanation: Explanation) -> str:
-    """Returns the link that takes most of the critical path, and how much."""
+    """Returns a text with the link that takes most of the critical path, and its share."""
     seconds = explanation.path.shares.get("transfer", {})
     if not seconds:
         return "ranks wait for the network"
