@@ -51,8 +51,8 @@ if typing.TYPE_CHECKING:
     from pipegrad.simulation.simulator import simulate as simulate
     from pipegrad.topology import Topology as Topology
 
-# Each name is imported when it is first asked for: the command line, and whoever needs one thing,
-# need not wait for torch.distributed.pipelining, DTensor and torch.compile.
+# Each name is imported at its first use, because the command line, and code that needs one name,
+# must not wait for torch.distributed.pipelining, DTensor and torch.compile.
 _HOMES = {
     "audit.audit": "Audit",
     "checkpoint.exporting": "load",

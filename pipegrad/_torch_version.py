@@ -24,7 +24,7 @@ def refuse_old(version: str) -> None:
         )
 
 
-# The version is in the name of a folder: importing torch takes two seconds, and importlib.metadata
-# or pathlib longer than all else that `import pipegrad` does.
+# Read the version from the name of a folder, because importing torch takes two seconds, and
+# importlib.metadata or pathlib takes longer than the rest of `import pipegrad`.
 _installed = (path for folder in sys.path for path in iglob(f"{folder}/torch-[0-9]*-info"))  # noqa: PTH207
 refuse_old(next(_installed, "").rpartition("torch-")[2].removesuffix(".dist-info"))

@@ -16,7 +16,7 @@ from pipegrad.commands.run_commands import launch, train
 
 
 class _Commands(click.Group):
-    """Commands that Ctrl-C ends with the exit code of SIGINT; click has 1, that of an error."""
+    """Commands that Ctrl-C ends with the exit code of SIGINT; click would exit with 1."""
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -30,8 +30,8 @@ class _Commands(click.Group):
 @click.version_option(package_name="pipegrad")
 def main() -> None:
     """Gradients that travel between pipeline stages: train, plan, and see what is installed."""
-    # What a user names, such as a schedule, may be in the working directory, which anybody may have
-    # written. So it is looked for there last, by all commands alike.
+    # A module that a user names, for example of a schedule, may be in the working directory. All
+    # commands search it last, because anybody may have written into it.
     if (folder := str(Path.cwd())) not in sys.path:
         sys.path.append(folder)
 

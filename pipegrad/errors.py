@@ -1,4 +1,4 @@
-"""All errors of pipegrad. A message says what was found, what was expected and what to do."""
+"""All errors of pipegrad. A message names the problem, the expected value and the way out."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class PipegradError(Exception):
     """Base class of all errors that pipegrad raises on purpose.
 
     Attributes:
-        follows: Whether another rank has failed or not come, so that this error is not the cause.
-        has_lost: Whether a rank has lost the connection to another one, so that no step can follow.
-        is_everyones: Whether all ranks that have come raise it, so none of them waits for this one.
+        follows: True if another rank failed or did not come. This error is then not the cause.
+        has_lost: True if a rank lost the connection to another one. Then no step can follow.
+        is_everyones: True if all ranks that came raise it. Then none of them waits for this one.
     """
 
     follows: bool = False
@@ -49,7 +49,7 @@ class ScheduleError(PipegradError, ValueError):
 
 
 class ConfigError(PipegradError, ValueError):
-    """A configuration cannot be used. Names file, key and value, and what would be accepted."""
+    """A configuration cannot be used. Names file, key and value, and the accepted values."""
 
 
 class WeightsError(PipegradError, ValueError):
@@ -77,7 +77,7 @@ class AgreementError(PipegradError, RuntimeError):
 
 
 class MessageError(PipegradError, ValueError):
-    """What ranks tell each other cannot be written or read, or another program has written it."""
+    """A message between ranks cannot be written or read, or another program has written it."""
 
 
 class ReduceError(PipegradError, RuntimeError):
@@ -85,7 +85,7 @@ class ReduceError(PipegradError, RuntimeError):
 
 
 class StallError(PipegradError, TimeoutError):
-    """A rank failed for good, or did not go on in time. Names it, and what each rank was at."""
+    """A rank failed for good, or did not go on in time. Names it, and the work of each rank."""
 
 
 class DriftError(ReduceError):
@@ -115,7 +115,7 @@ def following(error: Raised) -> Raised:
 
 
 def said(error: BaseException) -> str:
-    """Returns the words of any error, not longer than a screen."""
+    """Returns the message of any error, not longer than a screen."""
     try:
         words = str(error)
     except Exception as broken:  # noqa: BLE001 - it is code of others
@@ -125,14 +125,14 @@ def said(error: BaseException) -> str:
 
 def root_of(error: BaseException) -> BaseException:
     """Returns the first error of a chain of ``raise ... from``."""
-    # torch wraps errors in others. The first error says what went wrong.
+    # Take the first error, because torch wraps an error in others and the first has the reason.
     return [*causes_of(error)][-1]
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and the chain of ``raise ... from`` behind it."""
-    # Code of others may close a chain to a ring, by `raise inner from outer` where inner was the
-    # cause of outer. Whoever followed it would never end.
+    """Yields an error, then each cause in its chain of ``raise ... from``."""
+    # Stop at an error that was seen, because code of others may close a chain to a ring: by
+    # `raise inner from outer` where inner was the cause of outer.
     seen = set[int]()
     behind: BaseException | None = error
     while behind is not None and id(behind) not in seen:
@@ -144,14 +144,14 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 def ends_in_words(error: BaseException) -> bool:
     """True if a rank replaces this error by an error of pipegrad.
 
-    A SystemExit would end the process without a message, perhaps even with code 0. What the caller
-    or the user requested (KeyboardInterrupt, asyncio's CancelledError) is raised unchanged.
+    A SystemExit would end the process without a message, perhaps even with code 0. Requests of the
+    caller or the user (KeyboardInterrupt, asyncio's CancelledError) are raised unchanged.
     """
     return isinstance(error, (Exception, SystemExit))
 
 
 def reason(error: BaseException) -> str:
-    """Returns what an error of a file says; without its number and the path, which callers name."""
+    """Returns the message of an error of a file, without number and path. Callers name the path."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -192,16 +192,17 @@ def refuse(error: type[PipegradError], reasons: Mapping[str, object]) -> None:
 
 
 def is_of_user(file: str) -> bool:
-    """True if a file is the user's: whoever made a mistake looks for the own line.
+    """True if a file is the user's.
 
     It is not pipegrad's, a built-in plug-in's, torch's, click's, nor of Python's standard library.
+    Errors name a line of a user's file, because a user looks for a mistake there.
     """
     is_pythons = file.startswith(_PYTHON) and "-packages" not in file
     return not is_pythons and not any(part in file for part in _SKIPPED)
 
 
 def level_of_caller() -> int:
-    """Returns how many calls lie between a warning here and who called pipegrad."""
+    """Returns the number of calls between a warning here and the code that called pipegrad."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals["__name__"].partition(".")[0] in _NOT_THE_CALLER:
         level, frame = level + 1, frame.f_back

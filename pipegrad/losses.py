@@ -4,20 +4,21 @@
 take ``tokens * vocabulary * 4`` bytes, and autograd keeps some more of them. Here they exist for a
 chunk at a time, and nothing of their size is kept:
 
-- The forward walks over rows of tokens. It computes the losses of a chunk, and at once what the
-  backward will give to the hidden states. That takes the memory of the hidden states once more.
-- The backward walks over rows of the head's weight, and computes their logits once more. So a row
-  of the weight's gradient is one product over all tokens, rounded once, as in one process.
+- The forward walks over rows of tokens. It computes the losses of a chunk, and at once the gradient
+  of its hidden states. This gradient takes the memory of the hidden states once more.
+- The backward walks over rows of the head's weight, and computes their logits once more. A row of
+  the weight's gradient is rounded once, as in one process, because it is one product over all
+  tokens.
 
-So there are four products where torch has three: the fourth makes logits again. The gradient of
-the weight exists in the backward alone, as that of any weight, so many microbatches may be in
-flight; and where a schedule splits backwards, it is what waits for W.
+There are four products where torch has three, because the backward computes the logits again. Many
+microbatches may be in flight, because the gradient of the weight exists in the backward alone.
+Where a schedule splits backwards, this gradient waits for W.
 
 Logits are rounded to the dtype of the hidden states, or of autocast, and all else is float32, as
 with ``cross_entropy(head(hidden).float(), target)``. The largest logit of a token is subtracted
-first, and not added to the logarithm of its sum, which would lose what a sure token has left. In
-float16 small gradients vanish without a loss scale. The forward does not know the scale of the
-backward, so it has one of its own.
+first, and not added to the logarithm of its sum, which would lose the small loss of a sure token.
+In float16 small gradients vanish without a loss scale. The forward has its own scale, because it
+runs before the backward's is known.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pipegrad.model.wrappers import is_fsdp2
 
 REDUCTIONS = ("mean", "sum", "none")
 _CHUNK_BYTES = 2**28
-_HALF_SCALE = 2.0**7  # of gradients in float16: small ones stay, those of a label of weight 1 fit
+_HALF_SCALE = 2.0**7  # of gradients in float16: small ones stay, and a label of weight 1 fits
 
 
 def chunked_cross_entropy(
@@ -57,22 +58,23 @@ def chunked_cross_entropy(
 
     As the loss of a last stage that returns hidden states, and holds the head without calling it:
     ``loss_fn=functools.partial(chunked_cross_entropy, head=model.head)``. A mean counts its labels
-    as that of ``nn.CrossEntropyLoss`` does. See [Note: chunked loss] for time and memory.
+    as ``nn.CrossEntropyLoss`` does. See [Note: chunked loss] for time and memory.
 
     Args:
         hidden: ``(..., width)``, a floating dtype.
         target: ``(...)``, classes as integers.
         head: An ``nn.Linear``, an ``nn.Embedding`` whose rows are the head's, or a weight
             ``(classes, width)``.
-        bias: Of the head, ``(classes,)``, if the head is a weight.
-        weight: Of classes, ``(classes,)``; it gets no gradient.
+        bias: Bias of the head, ``(classes,)``, if the head is a weight.
+        weight: Weights of classes, ``(classes,)``; they get no gradient.
         ignore_index: A label that has no loss.
         reduction: ``"mean"`` over labels, by their weights; ``"sum"``; or ``"none"``.
-        label_smoothing: As of ``cross_entropy``, from 0 to 1.
-        scale: Logits are multiplied with it first, as Granite's and Cohere's.
-        softcap: Logits are ``softcap * tanh(logits / softcap)`` then, as Gemma's.
-        chunk_bytes: How many bytes of float32 logits there are at a time. The peak is up to three
-            times as much.
+        label_smoothing: Part of each label that all classes share, from 0 to 1, for example 0.1.
+        scale: Factor of the logits, applied first, as in Granite and Cohere.
+        softcap: Limit of the logits, applied after `scale`, as in Gemma: logits become
+            ``softcap * tanh(logits / softcap)``.
+        chunk_bytes: Bytes of float32 logits that exist at a time. The peak is up to three times as
+            much.
 
     Returns:
         A float32 scalar, of the shape of `target` for ``"none"``. float64 if `hidden` is.
@@ -87,7 +89,7 @@ def chunked_cross_entropy(
     is_cast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
     total = torch.float64 if dtype == torch.float64 else torch.float32
-    labels = target.flatten().long()  # a label of 8 bits may be what ignore_index is in 8 bits
+    labels = target.flatten().long()  # in 8 bits a label may equal ignore_index
     counts = labels != ignore_index
     labels = labels.masked_fill(~counts, 0)
     of_classes = None if weight is None else weight.detach().to(total)
@@ -122,7 +124,7 @@ def _weight_of(head: nn.Module, bias: Tensor | None) -> tuple[Tensor, Tensor | N
     """Returns the weight and the bias of a head that is a module."""
     # A wrapper of FSDP2 or a parametrization has the forward of its class, an adapter another one.
     plain = (nn.Linear.forward, nn.Embedding.forward)
-    # Nobody calls the head, so none of its hooks would run: some make its weight.
+    # Hooks of the head would not run, because nothing calls it. Some hooks make its weight.
     is_hooked = has_forward_hooks(head) and not is_fsdp2(head)
     is_own = type(head).forward not in plain or "forward" in vars(head)
     if is_own or is_hooked or not isinstance(head.weight, Tensor):
@@ -157,21 +159,21 @@ def _check(hidden: Tensor, target: Tensor, weight: Tensor, reduction: str) -> No
 
 
 class _Options(NamedTuple):
-    """What a loss is made of, but for hidden states and head.
+    """All inputs of a loss, except hidden states and head.
 
     Attributes:
         labels: ``(tokens,)``, 0 where they do not count.
-        counts: ``(tokens,)``, whether they do.
-        own: ``(tokens,)``, by how much the logit of each label counts, 0 where it does not.
-        even: ``(tokens,)``, what smoothing gives to each class; None without smoothing.
-        every: ``(tokens,)``, by how much all probabilities count.
+        counts: ``(tokens,)``, True where a label counts.
+        own: ``(tokens,)``, weight of the label's logit, 0 where it does not count.
+        even: ``(tokens,)``, weight that smoothing gives to each class; None without smoothing.
+        every: ``(tokens,)``, the sum of these weights over all classes.
         of_classes: Weights of classes, ``(classes,)``; None if all are 1.
-        scale: Of logits.
-        softcap: Of logits, behind it.
-        chunk: How many logits there are at a time.
-        dtype: Of logits and products.
-        total: Of sums and losses.
-        is_trained: Whether there will be a backward.
+        scale: Factor of logits.
+        softcap: Limit of logits, applied after `scale`.
+        chunk: Number of logits that exist at a time.
+        dtype: Dtype of products and of the gradients of logits.
+        total: Dtype of logits, sums and losses.
+        is_trained: True if gradients are enabled.
     """
 
     labels: Tensor
@@ -188,7 +190,7 @@ class _Options(NamedTuple):
     is_trained: bool
 
     def slices(self, number: int, others: int) -> Iterator[slice]:
-        """Yields parts of so many tokens or classes, of which each has `others` logits."""
+        """Yields slices of `number` tokens or classes, each of which has `others` logits."""
         most = max(1, self.chunk // max(others, 1))
         yield from (slice(i, min(i + most, number)) for i in range(0, number, most))
 
@@ -225,7 +227,7 @@ class _Options(NamedTuple):
         *,
         slope: Tensor | None,
     ) -> Tensor:
-        """Returns the gradient of the losses of rows by what a head gives, in its dtype.
+        """Returns the gradient of the losses of rows by the head's output, in `dtype`.
 
         Sync: on the current stream. It writes into the memory of `exps`.
         """
@@ -323,7 +325,7 @@ def by_head(
         bias: ``(classes,)``.
         sums: The largest logit of each token, and the sum of the exponentials of the others less
             that one: ``(2, tokens)``.
-        options: Of that forward.
+        options: The options of the forward.
     """
     dtype, (tokens, classes) = options.dtype, (len(hidden), len(weight))
     by_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)

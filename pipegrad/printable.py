@@ -8,7 +8,7 @@ _LONGEST = 10_000  # a line of a grid may be long
 def printable(text: str) -> str:
     r"""Returns one line without control characters; they are shown as ``\x1b``, a tab as ``\t``.
 
-    What a file, a plug-in or another rank calls itself may have an escape sequence that clears a
+    The name of a file, a plug-in or another rank may have an escape sequence that clears a
     terminal, a line feed that forges a line, or a mark that turns the direction of writing. An SVG
     with most of these characters is no XML.
     """
@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """Returns the first characters of a text; ``...`` stands for the others."""
+    """Returns the first characters of a text; ``...`` replaces the rest."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 

@@ -1,10 +1,10 @@
 """Run files: opens, makes, replaces and removes files and folders of a run, and follows no link.
 
 [Note: who may write there] The folder of a run may lie where other users can write, and its names
-can be guessed. A link that another user has put there would make a run write, empty or remove what
-the link names, with the rights of who runs it. So what is written here is written to no link, and
-to regular files alone. A file that is replaced is written under a name that nobody can guess, and
-that nobody else may have made. Who owns an entry is not looked at: docs/trust.md says so.
+can be guessed. The code here writes to regular files alone, and to no link, because the link of
+another user would make a run write, empty or remove the target of the link, with the rights of the
+run's user. A new file that replaces another one is written under a name that nobody can guess, and
+that must not exist before. The owner of an entry is not checked: see docs/trust.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _KINDS = {
 
 
 class PlantedError(PipegradError, OSError):
-    """Something is there that no run of this user has made. The message says what, and where."""
+    """An entry is of another kind than expected, such as a link. The message names kind and path.
+
+    No run of this user has made it.
+    """
 
 
 def opened(path: Path) -> BufferedReader:
@@ -62,7 +65,7 @@ def read(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
     """Returns the content of a file.
 
     Raises:
-        OSError: As `opened` does, or if the file is larger.
+        OSError: If `opened` raises it, or the file is larger.
     """
     with opened(path) as file:
         content = file.read(most_bytes + 1)  # files of /proc have the size 0
@@ -73,10 +76,10 @@ def read(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
 
 
 def parsed_json(content: bytes) -> object:
-    """Returns what JSON says.
+    """Returns the value of a JSON text.
 
     Raises:
-        ValueError: If it is none, or too much or too deep to be read. A JSONDecodeError says where.
+        ValueError: If it is no JSON, too large or too deep. A JSONDecodeError has the position.
     """
     num_containers = content.count(b"[") + content.count(b"{")
     if num_containers > MOST_JSON_CONTAINERS:
@@ -121,9 +124,9 @@ def _refuse_kind(path: Path, mode: int, expected: int) -> None:
 
 
 def replace(path: Path, content: bytes, permissions: int = 0o666) -> None:
-    """Writes a file that takes the place of another one, when it is whole and on the disk.
+    """Writes a file that replaces another one when it is whole and on the disk.
 
-    `path` has its old content or the new one, whenever this process is killed.
+    `path` has its old content or the new one, even if this process is killed.
 
     Raises:
         PlantedError: If something is there that is no regular file.
@@ -168,7 +171,7 @@ def remove(path: Path) -> None:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Removes what a process that was killed has left in a folder, under names of its own."""
+    """Removes the temporary files that a killed process has left in a folder."""
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
             remove(path)
@@ -185,9 +188,9 @@ def refuse_planted(folder: Path) -> None:
 
 
 def why_not_written(folder: Path, error: BaseException) -> str:
-    """Returns in words why a file cannot be written into a folder; if the disk is full, advice.
+    """Returns the reason why a file cannot be written into a folder; if the disk is full, advice.
 
-    Call it before what was written there is removed.
+    Call it before the files there are removed, because it looks at the free bytes.
     """
     numbered = (one for one in causes_of(error) if getattr(one, "errno", None) is not None)
     cause, room = next(numbered, None), ""
@@ -196,6 +199,6 @@ def why_not_written(folder: Path, error: BaseException) -> str:
     with suppress(OSError):
         free = shutil.disk_usage(folder).free
         room = f"; {free:,} bytes are free there"
-        # torch and safetensors write by themselves, and say only that it has failed.
+        # Look at the free bytes, because errors of torch and safetensors have no number.
         is_full |= cause is None and free < _LITTLE_BYTES
     return f"the disk is full ({words}{room}): make room" if is_full else f"{words}{room}"

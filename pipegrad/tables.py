@@ -1,4 +1,4 @@
-"""Tables: how rows are printed, on the console of commands and as text."""
+"""Tables: prints rows on the console of commands, and returns them as text."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def table(
 
 
 def ends_of(items: list[Any], most: int, left_out: Callable[[int], Any]) -> list[Any]:
-    """Returns the first and last items of many, and what says how many are left out."""
+    """Returns the first and last items of many, with an item for the number that is left out."""
     if len(items) <= most:
         return items
     half = most // 2

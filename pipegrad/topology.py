@@ -45,8 +45,8 @@ class Topology:
     pipeline: str = "pp"
     data: str | tuple[str, ...] = "dp"
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
-    # Ranks of one group ask for it one by one, and a group may have thousands. So its ranks are
-    # kept here, and all views of one topology share them.
+    # Ranks of each group. All views of one topology share them, because a group is looked up once
+    # for each of its ranks, and it may have thousands.
     _groups: dict[tuple[Sequence[int], ...], tuple[int, ...]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -62,6 +62,9 @@ class Topology:
         device_type: str | None = None,
     ) -> Topology:
         """Returns the topology of this job. The pipeline is outermost, the rest is data parallel.
+
+        For example, ``Topology.create(pipeline=4, dimensions={"tp": 2})`` on 16 ranks has the mesh
+        ``(("pp", 4), ("dp", 2), ("tp", 2))``.
 
         Args:
             pipeline: Size of the pipeline dimension, ``"pp"``.
@@ -127,7 +130,7 @@ class Topology:
         pipeline: str = "pp",
         data: str | tuple[str, ...] = "dp",
     ) -> Topology:
-        """Returns a topology from plain data. It needs no process group, so plans work offline.
+        """Returns a topology from plain data. Plans work offline: it needs no process group.
 
         Raises:
             TopologyError: If sizes, ranks and stages do not fit together.
@@ -246,8 +249,8 @@ class Topology:
     def axes_of(self, ranks: Sequence[int]) -> str:
         """Returns the mesh dimensions that `ranks` span, as text: ``"dp"``, ``"pp[0,3]"``.
 
-        The text is the same for all these ranks and for every parallel copy of the group. So it
-        names a reduction without naming ranks. Ranks that do not form a box are listed one by one.
+        The text can name a reduction, because it is equal for all these ranks and for every
+        parallel copy of the group. Ranks that do not form a box are listed one by one.
         """
         coordinates = [self._coordinates[rank] for rank in ranks]
         # Ranks form a box if they are all combinations of their coordinates.
@@ -318,9 +321,9 @@ def mesh_axes(
 
 def _mesh_of(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
     """Returns the mesh of these dimensions, made once for each default process group."""
-    # torch keeps the groups of a mesh, with their threads and connections, until the default
-    # process group is destroyed. A second mesh of the same ranks would add more of them. The table
-    # is weak, so a new default group gets a new mesh.
+    # Make one mesh of the same ranks, because torch keeps the groups of a mesh, with their threads
+    # and connections, until the default process group is destroyed. The table is weak, because a
+    # new default group needs a new mesh.
     assert dist.group.WORLD is not None
     meshes = _meshes.setdefault(dist.group.WORLD, {})
     if (device_type, axes) not in meshes:

@@ -18,14 +18,14 @@ Dtypes = Mapping[Carried, torch.dtype]
 
 
 class RowScaled(EdgeCodec):
-    """Divides each row by a scale, so that its largest element becomes the largest number.
+    """Divides each row by a scale that makes its largest element the largest number.
 
     A message is the scales of all rows, and then one byte for each element. The scale of a row with
     nan or inf is nan or inf, and so are all its decoded elements. A finite row stays finite:
     elements that float32 cannot hold become its largest number.
 
     Attributes:
-        dtypes: Of an element in a message.
+        dtypes: The dtype of an element in a message, for activations and for gradients.
     """
 
     dtypes: ClassVar[Dtypes]

@@ -12,14 +12,14 @@ from pipegrad.plugins.codec import Carried
 
 _INDEX_BYTES = 4  # int32
 _MOST_ELEMENTS = 2**31
-_ALIGNED = 8  # of what stands behind the indices
+_ALIGNED = 8  # the elements after the indices begin at a multiple of so many bytes
 
 
 class TopK(EdgeCodec):
     """Sends the largest elements of a gradient with their indices; the others count as zeros.
 
-    What is left out is added to the next gradient: without that it would be lost. nan and inf are
-    larger than all numbers, so they are sent.
+    With `feedback` the other elements are added to the next gradient, because they would be lost
+    otherwise. nan and inf are sent, because they count as larger than all numbers.
     """
 
     carries: tuple[Carried, ...] = ("gradients",)
@@ -41,7 +41,7 @@ class TopK(EdgeCodec):
     def encode(self, value: Tensor, message: Tensor, carried: Carried) -> None:
         """Writes indices, then elements."""
         flat, num_sent = value.reshape(-1), self._num_sent(value.numel())
-        # Ascending indices: what is read and written side by side is near in memory, too.
+        # Sort the indices, because neighbouring reads and writes are then near in memory.
         indices = torch.topk(flat.abs(), num_sent, sorted=False).indices.sort().values
         sent, elements = _parts(message, num_sent, value.dtype)
         message[_INDEX_BYTES * num_sent : _begin(num_sent)].zero_()
@@ -58,7 +58,7 @@ class TopK(EdgeCodec):
 
 
 def _begin(num_sent: int) -> int:
-    """Returns where the elements begin."""
+    """Returns the first byte of the elements."""
     return -(-_INDEX_BYTES * num_sent // _ALIGNED) * _ALIGNED
 
 

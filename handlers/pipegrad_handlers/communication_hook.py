@@ -32,14 +32,14 @@ _HOOKS: dict[str, Function] = {
 class CommunicationHook(GradientHandler):
     """Averages buckets with one of torch's DDP communication hooks, if it has one.
 
-    Derive a handler from it. Names are those of torch: ``allreduce_hook``, ``bf16_compress_hook``,
+    Derive a handler from it. The names are torch's: ``allreduce_hook``, ``bf16_compress_hook``,
     ``fp16_compress_hook``. Or give ``module:attr``, a function ``(process_group, bucket) ->
     Future``. In a table, all further keys are its keyword arguments. Nothing is kept from step to
     step.
 
     A hook may change the tensor of `TorchBucket.buffer`, but not its size. Its future must wait for
-    every collective that it starts. It runs on a comm stream, beside the compute. An `OrderChecker`
-    does not see what the hook computes in torch's own threads.
+    every collective that it starts. It runs on a comm stream, in parallel with the compute. An
+    `OrderChecker` does not see computations of the hook in torch's own threads.
 
     Args:
         hook: A name, ``module:attr``, or a table of ``name`` and options. None for no hook.
@@ -62,8 +62,9 @@ class CommunicationHook(GradientHandler):
 
         Sync: on a comm stream. A separate all-reduce sums the flags exactly.
         """
-        # A hook's callbacks may start collectives in threads of the backend. The comm stream waits
-        # for the work before its next task, so no other collective of this group runs beside them.
+        # A hook's callbacks may start collectives in threads of the backend. No other collective
+        # of this group runs during them, because the comm stream waits for the work before its
+        # next task.
         flags: Work = dist.all_reduce(bucket.flags, group=group, async_op=True)
         of_torch = TorchBucket(bucket)
         future = self._hook(group, of_torch)

@@ -12,6 +12,10 @@ class DataParallel(CommunicationHook):
     """Averages every gradient over the data-parallel dimension.
 
     It takes a mean, because the loss of each rank is a mean over its share of the batch.
+
+    Args:
+        axis: The mesh dimension; by default all data dimensions of the topology.
+        hook: A communication hook that sends the gradients; see `CommunicationHook`.
     """
 
     placement: Placement = Placement.REPLICATE

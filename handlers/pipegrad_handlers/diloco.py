@@ -87,7 +87,7 @@ class Meetings(OuterOptimizer):
     algorithm 1.
 
     Args:
-        sync: Whose replicas train alone.
+        sync: The gradient layer whose replicas train alone.
         every: Steps between two meetings.
         lr: Learning rate of the outer step.
         momentum: Its momentum.
@@ -114,8 +114,8 @@ class Meetings(OuterOptimizer):
     @property
     def _num_steps(self) -> int:
         """Steps since the last meeting, whether or not an optimizer has used their gradients."""
-        # One replica alone might leave a step of its optimizer out. All ranks end a step with
-        # gradients, or all fail in it. So all ranks meet after the same step.
+        # Count steps of the sync, because one replica alone might leave a step of its optimizer
+        # out. All ranks meet after the same step: all end it with gradients, or all fail in it.
         return self._sync.statistics().steps - self._last
 
     @property
@@ -158,8 +158,9 @@ class Meetings(OuterOptimizer):
         self._last = self._sync.statistics().steps
         for keys in _packs(self._anchors):
             self._average({key: tensors_of[key] for key in keys})
-        # All ranks go through the sets of ranks in one order, so they cannot wait in a circle. The
-        # first of a set has its values by then: sets in which it is not the first come before.
+        # All ranks go through the sets of ranks in one order, because they must not wait in a
+        # circle. The first of a set has its values by then: sets in which it is not the first come
+        # before.
         sets: dict[tuple[int, ...], dict[str, Tensor]] = {}
         for key, tensor in tensors_of.items():
             for along in self._spread.get(key, ()):
@@ -168,7 +169,7 @@ class Meetings(OuterOptimizer):
             self._send(tensors, ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what this rank needs to go on from here: replicas differ between two meetings."""
+        """Returns the state of this rank. Replicas have different ones between two meetings."""
         return {
             "outer": self._outer,
             "num_steps": self._num_steps,
@@ -209,7 +210,7 @@ class Meetings(OuterOptimizer):
         }
 
     def _main_tensors(self) -> dict[str, Tensor]:
-        """Returns what this rank steps, by key, without version counters."""
+        """Returns the main parameters of this rank by key, without version counters."""
         # In an order that is the same on all ranks that have a parameter.
         mains = sorted(self._sync.main_parameters(), key=lambda main: main.record.key)
         return {main.record.key: _local(main.tensor) for main in mains}
@@ -217,7 +218,7 @@ class Meetings(OuterOptimizer):
     def _compare(self) -> None:
         """Refuses anchors that differ between replicas: they would never be equal again."""
         topology, axes = self._sync.topology, self._sync.plan.independent_axes
-        # Integers, so the order of additions does not matter. Any bit that flips changes the sum.
+        # Add integers, because their order does not matter, and any flipped bit changes the sum.
         words = (anchor.reshape(-1).view(torch.int32).sum() for anchor in self._anchors.values())
         total = sum(words, torch.zeros(1, dtype=torch.int64, device=self._sync.device))
         sums = self._sync.gather(total).flatten()
@@ -232,8 +233,8 @@ class Meetings(OuterOptimizer):
     def _average(self, tensors: Mapping[str, Tensor]) -> None:
         """Averages some parameters of one dtype over replicas, and makes the outer step."""
         anchors = [self._anchors[key] for key in tensors]
-        # The way that each replica went is sent, not where it is: it is smaller, so the sum loses
-        # fewer of its bits.
+        # Send the way that each replica went, not its position. The sum of ways loses fewer bits,
+        # because ways are smaller.
         ways = [(a - t).reshape(-1) for a, t in zip(anchors, tensors.values(), strict=True)]
         flat = torch.cat(ways)
         dist.all_reduce(flat, group=self._sync.group(self._ranks))

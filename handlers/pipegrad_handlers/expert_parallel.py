@@ -14,10 +14,10 @@ from pipegrad_handlers.options import checked_patterns, checked_word, refuse_unm
 class ExpertParallel(CommunicationHook):
     """Averages experts over the ranks that hold the same ones, everything else over all data ranks.
 
-    Use it instead of ``data-parallel`` or ``sharded``. An expert's gradient contains the tokens of
-    all ranks along `axis`, and the loss is the mean over all data ranks. So the gradient is
-    averaged over its copies and also divided by the size of `axis`. Without this division, experts
-    would learn faster than the rest, by that factor.
+    Use it instead of ``data-parallel`` or ``sharded``. An expert's gradient is averaged over its
+    copies and also divided by the size of `axis`, because it contains the tokens of all ranks along
+    `axis`, and the loss is the mean over all data ranks. Without this division, experts would learn
+    faster than the rest, by that factor.
 
     Args:
         experts: Shell-style patterns of the names of experts, case-sensitive. Along `axis`, each

@@ -1,4 +1,4 @@
-"""noop: does everything except communication, to measure what communication costs."""
+"""noop: does everything except communication, to measure the cost of communication."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from pipegrad.plugins.handler import Done
 
 
 class Noop(GradientHandler):
-    """Plans what ``pipeline-shared`` and ``data-parallel`` would reduce, and sends nothing.
+    """Plans the reductions of ``pipeline-shared`` and ``data-parallel``, and sends nothing.
 
-    Use it only for measurements: copies drift apart, and each rank keeps its own gradients. Buckets
-    are filled, launched and finished as usual, so the difference to a real run is communication.
+    Use it only for measurements: copies drift apart, and each rank keeps its own gradients. The
+    difference to a real run is communication, because buckets are filled, launched and finished as
+    usual.
     """
 
-    # Drift is expected, so pipegrad must not refuse it.
+    # pipegrad must accept drift, because this handler causes it.
     keeps_equal = False
 
     def reductions(

@@ -15,13 +15,13 @@ class Owned(GradientHandler):
     Use it instead of ``data-parallel`` for optimizers that look at whole matrices, such as Muon,
     SOAP and Shampoo: ``sync.optimizer(torch.optim.Muon, others=torch.optim.AdamW)``. Each rank gets
     the average of some matrices, steps them, and sends them to the other ranks during the next
-    forwards. The ranks have similar work. Everything else is sharded, as by ``sharded``. So no rank
-    steps what another one does, and states are divided among the ranks.
+    forwards. The ranks have similar work. Everything else is sharded, as by ``sharded``. Each
+    element is stepped by one rank, and optimizer state is divided among the ranks.
 
     A matrix has two dimensions or more. Embeddings and heads are none: a parameter of a module
     whose class is called an embedding, one that several modules hold, in one stage or in several,
-    and what `others` matches. A module that the model uses twice is one module, if no cut divides
-    its uses.
+    and one that `others` matches. A module that the model uses twice is one module, if no cut
+    divides its uses.
 
     Args:
         axis: The mesh dimension; by default all data dimensions of the topology.

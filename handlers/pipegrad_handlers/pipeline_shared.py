@@ -11,10 +11,10 @@ from pipegrad_handlers.options import checked_word
 
 
 class PipelineShared(GradientHandler):
-    """Sums a tied parameter's gradient over its holders, so that it is what one process has.
+    """Sums a tied parameter's gradient over its holders, as one process would.
 
-    It takes a sum, not a mean. Each stage uses the parameter in another way, and one process would
-    add the gradients of all uses.
+    It takes a sum, not a mean, because each stage uses the parameter in another way, and one
+    process would add the gradients of all uses.
 
     Args:
         placement: ``replicate``: every holder gets the sum and steps the parameter. ``owner``: only

@@ -1,7 +1,8 @@
 """pytest: the fixture `audit_pipeline`.
 
-pytest loads this package wherever pipegrad is installed. So it imports nothing heavy, and it stands
-beside `pipegrad`, which refuses an old torch when it is imported: only a test that uses it fails.
+This package imports nothing heavy, because pytest loads it wherever pipegrad is installed. It lies
+outside of `pipegrad`, because importing `pipegrad` raises an error with an old torch: only a test
+that uses the fixture fails then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How does the state of a training survive, and on which layout does it go on?
+"""Checkpoints: saves the state of a training on one layout of ranks, and resumes it on another.
 
-`state` names what a rank has of the uncut model. `saving` writes it, also while the training goes
-on. `files` knows the bytes of a checkpoint and `folders` its names. `resuming` continues a run, and
-`exporting` makes the uncut model of a checkpoint.
+`state` has the part of one rank, by names of the uncut model. `saving` writes it, also while the
+training goes on. `files` has the format of the bytes, and `folders` the names of checkpoints.
+`resuming` continues a run, and `exporting` makes the uncut model of a checkpoint.
 """
 
 from pipegrad.checkpoint.exporting import export, load

@@ -28,16 +28,16 @@ _MODEL = "model."
 def load(checkpoint: str | Path) -> dict[str, Tensor]:
     """Returns the state dict of the uncut model, from a checkpoint of pipegrad.
 
-    It has all names of the uncut model, and tied names share one tensor. So
-    ``model.load_state_dict(pipegrad.load("runs/run"))`` takes it. It needs no process group and no
-    GPU, verifies the checksums, and runs no code of the files.
+    For example, ``model.load_state_dict(pipegrad.load("runs/run"))``. It has all names of the uncut
+    model, and tied names share one tensor. It needs no process group and no GPU, verifies the
+    checksums, and runs no code of the files.
 
     Args:
         checkpoint: The folder of a checkpoint, or of a run: then its newest checkpoint is taken.
 
     Raises:
         CheckpointError: If it is no whole checkpoint, if its bytes have changed, or if a parameter
-            is there in pieces that `State` was not told of.
+            was saved in pieces without the `shards` of `State`.
     """
     folder = find_checkpoint(Path(checkpoint))
     try:
@@ -60,12 +60,12 @@ def export(
     is ``torch.save(load("runs/run"), "model.pt")``.
 
     Args:
-        checkpoint: As for `load`.
-        path: Of the file, which ends in ``.safetensors``. Nothing may be there.
-        dtype: Of floating-point tensors; by default each its own.
+        checkpoint: The folder of a checkpoint or of a run; see `load`.
+        path: The new file, which ends in ``.safetensors``. Nothing may be there.
+        dtype: The dtype of floating-point tensors; by default each keeps its own.
 
     Raises:
-        CheckpointError: As `load`, and if the file is there already or cannot be written.
+        CheckpointError: If `load` raises it, or the file is there already or cannot be written.
     """
     state = load(checkpoint)
     if dtype is not None:  # tied names still share a tensor
@@ -121,8 +121,9 @@ def _whole(files: Files) -> dict[str, Tensor]:
 
 def _write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
     """Writes a shared tensor once, under its first name; the metadata has its other names."""
-    # The file cannot share memory. `load_model` of safetensors, and transformers, know that a model
-    # ties names. The metadata is that of safetensors' own `save_model`.
+    # Write a shared tensor once, because tensors of a file cannot share memory. `load_model` of
+    # safetensors, and transformers, see in the model that names are tied. safetensors' own
+    # `save_model` writes the same metadata.
     first: dict[int, str] = {}
     metadata = {"format": "pt"}  # transformers refuses files without it
     for name, tensor in state.items():

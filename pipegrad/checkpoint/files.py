@@ -1,9 +1,9 @@
 """Files of a checkpoint: one safetensors file a rank, and an index of slices and checksums.
 
 [Note: files of a checkpoint] ``rank-R.safetensors`` has the tensors that rank R wrote: any reader
-of the format reads it. ``index.json``, which is written last, says of each tensor where its slices
-lie, and has the size and a CRC-32 of each file. Nothing here is a pickle, and reading executes
-nothing. A reader believes the index only after its own checksum and all of its sizes are right.
+of the format reads it. ``index.json``, which is written last, has the positions of each tensor's
+slices, and the size and a CRC-32 of each file. Nothing here is a pickle, and reading executes
+nothing. A reader uses the index only after its own checksum and all of its sizes are right.
 
 A slice is a flat range of a box of the whole tensor. A whole tensor is one box, a part of a tensor
 that several ranks share is another one, and an optimizer that is sharded cuts ranges of these.
@@ -31,7 +31,7 @@ from pipegrad.errors import CheckpointError, reason
 from pipegrad.limits import MOST_NUMBER
 from pipegrad.printable import printable, shortened
 
-VERSION = 1  # what a later version changes if this one would read it wrongly
+VERSION = 1  # of the format; a later one gets another number if this code would misread it
 _PIECE_BYTES = 16 * 2**20
 # dtype -> its name in the format.
 _SAFETENSORS = {
@@ -69,7 +69,7 @@ class Range(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a rank has of a whole tensor: some ranges of it, and their elements, flat, in order."""
+    """A rank's part of a whole tensor: some ranges, and their elements, flat, in order."""
 
     shape: tuple[int, ...]
     ranges: tuple[Range, ...]
@@ -89,17 +89,17 @@ class _Tensor(BaseModel, strict=True):
 
 
 class Index(BaseModel, strict=True):
-    """What a checkpoint has.
+    """The content of a checkpoint.
 
     Attributes:
-        version: Of this format.
+        version: Version of this format.
         pipegrad: The version of pipegrad that wrote it.
         step: Number of steps before it.
         layout: Name and size of each dimension of the ranks that wrote it.
         run: Values of the run, by name, as text.
         tied: Name of a tied parameter in the checkpoint -> its other names.
         files: Size and CRC-32 by name.
-        tensors: By key.
+        tensors: Dtype, shape and slices by key.
     """
 
     version: int = VERSION
@@ -150,7 +150,7 @@ class Files:
         folder: The folder of the checkpoint.
 
     Attributes:
-        index: What is in them.
+        index: The index of the checkpoint.
 
     Raises:
         CheckpointError: If the folder is no whole checkpoint of this version, or its index is
@@ -264,7 +264,7 @@ def write(
     """
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     begins, end = {}, 0
-    # The largest elements come first, so all are aligned.
+    # The largest elements come first, because then all are aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     for key, tensor in ordered:
         if tensor.dtype not in _SAFETENSORS:

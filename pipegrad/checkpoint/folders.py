@@ -1,9 +1,9 @@
 """Folders: the names of checkpoints in the folder of a run.
 
 [Note: whole or not there] A checkpoint is written into ``checkpoint-N.partial``. When all its files
-are on the disk, one rank renames the folder to ``checkpoint-N``, which is one operation of the file
-system. So a folder of this name was whole, whenever the run was killed. Whoever continues the run
-removes folders with another ending.
+are on the disk, one rank renames the folder to ``checkpoint-N``. A folder of this name is whole
+even if the run was killed, because renaming is one operation of the file system. A run that
+continues removes the unfinished folders.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def unfinished(folder: Path) -> Path:
-    """Returns where a checkpoint is written before it is whole."""
+    """Returns the folder of a checkpoint before it is whole."""
     return folder.with_name(f"{folder.name}{UNFINISHED}")
 
 
@@ -43,7 +43,7 @@ def checkpoints(run: Path) -> list[Path]:
 def newest(run: str | Path) -> Path | None:
     """Returns the newest checkpoint in the folder of a run; None if there is none.
 
-    If it is damaged, its reader refuses it: nothing older is read in its place.
+    If it is damaged, its reader raises an error, and no older one is read instead.
 
     Raises:
         OSError: If it is a link, or no folder.
@@ -57,7 +57,7 @@ def newest(run: str | Path) -> Path | None:
 def find_checkpoint(path: Path) -> Path:
     """Returns the folder of a checkpoint; of a run's folder, its newest checkpoint.
 
-    A folder that is neither is returned, too: who reads it refuses it.
+    A folder that is neither is returned, too, because its reader raises the error.
 
     Raises:
         CheckpointError: If it cannot be read, or the newest one is a link.
@@ -72,13 +72,13 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def remove_unfinished(run: Path) -> None:
-    """Removes what was never finished, from the folder of a run."""
+    """Removes unfinished checkpoints from the folder of a run."""
     for path in run.glob(f"checkpoint-*{UNFINISHED}"):
         run_files.remove(path)
 
 
 def prune(run: Path, *, keep_last: int | None, keep_every: int | None) -> None:
-    """Removes checkpoints but the newest ones, and those of every so many steps."""
+    """Removes checkpoints, except the newest ones and one every `keep_every` steps."""
     for folder in checkpoints(run)[keep_last:] if keep_last else []:
         if keep_every is None or (step_of(folder) or 0) % keep_every:
             with suppress(OSError):  # a checkpoint too many ends no run
@@ -100,7 +100,7 @@ def publish(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    # It loses its name first. Else a kill in the middle would leave half of it under this name.
+    # Rename it first, because a kill in the middle must not leave half of it under its name.
     away = unfinished(folder.with_name(f"{folder.name}.old"))
     run_files.remove(away)
     folder.rename(away)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Resumed(NamedTuple):
-    """What a checkpoint says of its run.
+    """Facts about a run, from its checkpoint.
 
     Attributes:
         step: Number of steps before it.
@@ -35,14 +35,14 @@ class Resumed(NamedTuple):
 def resume(folder: str | Path | None, state: State, *, options: bool = True) -> Resumed:
     """Continues from a checkpoint of any layout. Every rank must call it, between two steps.
 
-    For example, ``resume("runs/first", state).step`` is the number of steps before it. All bytes
-    are verified first, so a checkpoint that is damaged or does not fit changes nothing.
+    For example, ``resume("runs/first", state).step`` is the number of steps before it. A checkpoint
+    that is damaged or does not fit changes nothing, because all bytes are verified first.
 
     Args:
         folder: The checkpoint, or the folder of a run: then its newest checkpoint is taken. None,
-            as `newest` returns it of a new run, is refused.
-        state: Of this rank; it takes the values of the checkpoint.
-        options: Whether to take the options of the optimizer too, such as its learning rate.
+            which `newest` returns for a new run, raises CheckpointError.
+        state: The state of this rank, which gets the values of the checkpoint.
+        options: True to take the options of the optimizer too, such as its learning rate.
 
     Raises:
         CheckpointError: If the checkpoint is damaged, cannot be read, or is of another version,
@@ -51,10 +51,10 @@ def resume(folder: str | Path | None, state: State, *, options: bool = True) -> 
     if folder is None:
         raise CheckpointError("there is no checkpoint to resume from: begin with step 0 instead")
     rank, num_ranks, named = dist.get_rank(), dist.get_world_size(), Path(folder)
-    # The first rank decides for all, since the folder of a run may change at any time.
+    # The first rank decides for all, because the folder of a run may change at any time.
     folder = Path(agree("the checkpoint", lambda: str(find_checkpoint(named)))[0])
-    # Checks go from cheap to expensive. Parameters change only when all checks have passed on all
-    # ranks, so a refused checkpoint leaves no rank half loaded.
+    # Checks go from cheap to expensive. Parameters change only after all checks have passed on all
+    # ranks, because a refused checkpoint must leave no rank half loaded.
     files = _together(folder, lambda: Files(folder))
     _together(folder, lambda: files.verify(rank, num_ranks))
     keys = {key for of_rank in agree("the model", lambda: list(state.tensors())) for key in of_rank}
@@ -84,7 +84,7 @@ def resume(folder: str | Path | None, state: State, *, options: bool = True) -> 
                 ) from error
 
     _together(folder, load_extra)
-    # Error feedback of some ranks alone would be wrong. So all ranks go on with theirs, or none.
+    # All ranks go on with their error feedback, or none, because it would be wrong on some alone.
     reason = "it is of another plan, as the layout is another one" * (
         has_handlers and is_other_layout
     )
@@ -105,7 +105,7 @@ def resume(folder: str | Path | None, state: State, *, options: bool = True) -> 
 
 
 def _together(folder: Path, function: Callable[[], T]) -> T:
-    """Calls a function on all ranks; returns what it returned on this one.
+    """Calls a function on all ranks; returns the result of this rank.
 
     Raises:
         CheckpointError: The first one of all ranks; on all ranks.

@@ -2,9 +2,9 @@
 
 [Note: a save beside the steps] All ranks call `Saver.save` after the same step. Each copies its
 values to CPU memory, and a thread writes the copies while the training goes on. The threads
-coordinate over a group of their own, so their messages never meet the collectives of the training.
-A rank that cannot even collect its state brings the error into the save. So ranks never wait for
-each other outside of the save.
+coordinate over a separate group, because their messages must not meet the collectives of the
+training. A rank that cannot even collect its state brings the error into the save, because ranks
+must not wait for each other outside of the save.
 
 [Note: how long a save may take] As long as it writes. A slow disk ends no run. But where the
 training waits for a save, and the thread of this rank has written nothing for the timeout of a
@@ -49,8 +49,8 @@ class Saver:
     For example, ``Saver(state, "runs/first", keep_last=2).save(step)`` after every 100th step.
 
     Args:
-        state: Of this rank.
-        folder: Of the run, made if it is not there: `save` writes ``checkpoint-N`` into it.
+        state: The state of this rank.
+        folder: The run's folder, made if it is not there: `save` writes ``checkpoint-N`` into it.
         keep_last: Number of the newest checkpoints that are kept; all by default.
         keep_every: Steps between older checkpoints that are kept, too; else none.
         run: Values that describe the run, by name, as text. `resume` returns them.
@@ -114,7 +114,7 @@ class Saver:
         return self._pending is not None and not self._pending[1].done.done()
 
     def wait(self) -> None:
-        """Waits for a save that was begun. `note` says why it failed, if so."""
+        """Waits for a save that was begun. If it failed, `note` gets the reason."""
         try:
             self._finish()
         except CheckpointError as error:
@@ -137,7 +137,7 @@ class Saver:
         return thread, group, Ending(self, threads=[thread], groups=[group])
 
     def _begin(self, folder: Path, step: int, *, is_copied: bool) -> None:
-        """Lets the thread write what this rank has now."""
+        """Lets the thread write the present state of this rank."""
         if type(step) is not int or step < 0:
             raise CheckpointError(f"step is {step!r}, expected a whole number, 0 or more")
         self.wait()
@@ -201,9 +201,9 @@ class Saver:
             self.note(text)
 
 
-# All ranks write one checkpoint together, each slice once. They exchange plain data: what each has,
-# what each has written, and that the index is there. If one of them fails, all learn it in the next
-# exchange, and nothing stays.
+# All ranks write one checkpoint together, each slice once. They exchange plain data three times:
+# the slices of each rank, the file of each rank, and that the index is there. If one of them fails,
+# all get the error in the next exchange, and nothing stays.
 
 
 def write_checkpoint(
@@ -223,7 +223,7 @@ def write_checkpoint(
 
     def prepare() -> tuple[Mapping[str, Part], dict[str, Any]]:
         parts = collect()
-        if is_first:  # no rank writes before it knows that all have come here
+        if is_first:  # no rank writes before all have come here
             run_files.remove(begun)
             begun.mkdir(parents=True)
         described = {
@@ -245,15 +245,15 @@ def write_checkpoint(
         _, written = together(lambda: (None, _write_slices(path, parts, mine, moves)))
         together(finish)
     except BaseException:
-        # The disk may be full, so what was written gives its space back. No rank writes any more:
-        # an error comes when all ranks have replied.
+        # Remove the files, because the disk may be full. No rank writes any more, because an error
+        # is raised after all ranks have replied.
         if is_first:
             run_files.remove(begun)
         raise
 
 
 def _shared_out(tables: Sequence[Mapping[str, Any]]) -> list[set[tuple[str, Any]]]:
-    """Returns for each rank the slices that it writes: each slice once, of who has it.
+    """Returns the slices that each rank writes: each slice once, by a rank that has it.
 
     Raises:
         CheckpointError: If ranks disagree on a tensor.
@@ -277,7 +277,7 @@ def _shared_out(tables: Sequence[Mapping[str, Any]]) -> list[set[tuple[str, Any]
 def _write_slices(
     path: Path, parts: Mapping[str, Part], mine: set[tuple[str, Any]], moves: Moves
 ) -> tuple[Any, ...]:
-    """Writes slices of this rank; returns file, size and checksum, and where each slice lies."""
+    """Writes slices of this rank; returns file, size and checksum, and each slice's position."""
     if not path.parent.is_dir():
         raise CheckpointError(
             f"{path.parent} is not there, although the first rank has made its folder: save the "
@@ -328,7 +328,7 @@ def _index(
 def _together(
     folder: Path, group: dist.ProcessGroup, moves: Moves, function: Callable[[], tuple[T, Any]]
 ) -> tuple[T, list[Any]]:
-    """Calls a function on all ranks; returns what this rank keeps, and the replies of all.
+    """Calls a function on all ranks; returns this rank's result, and the replies of all.
 
     Raises:
         CheckpointError: If a rank failed; on all ranks. It names the first one.

@@ -1,15 +1,16 @@
-"""State: what a rank has of a training, by names of the uncut model.
+"""State: a rank's part of a training, by names of the uncut model.
 
 [Note: any layout reads any checkpoint] A checkpoint has parameters, buffers, the state of the
 optimizer, and the extra state of handlers and of your objects. Its keys are names of the uncut
-model, so another cut finds them. Each rank writes slices of whole tensors: what it steps, its shard
-of a DTensor, its piece that `shards` declares. It reads what it has of them on its own layout.
+model, because another cut must find them. Each rank writes slices of whole tensors: the elements
+that it steps, its shard of a DTensor, its piece that `shards` declares. It reads the slices that
+its own layout gives it.
 
 Extra state is saved rank by rank. Another layout reads it if all ranks had the same.
 
 [Note: pieces of a whole tensor] Tensor parallelism cuts a layer's matrix, and expert parallelism
-the list of experts. Only the model knows how: a fused matrix may be cut in any order. So `shards`
-declares it: equal pieces that follow each other in the order of ranks make the whole tensor. Other
+the list of experts. `shards` declares such a cut, because only the model's code decides it: a fused
+matrix may be cut in any order. Equal pieces in the order of ranks make the whole tensor. Other
 tensors that differ along a dimension of the mesh have keys with a location, ``name[tp=1]``, and
 only a run of the same sizes reads them. A DTensor declares its part itself.
 """
@@ -83,7 +84,7 @@ class Place:
 
 
 class State:
-    """What this rank saves and resumes. Every rank makes it, after its optimizer.
+    """The state that this rank saves and resumes. Every rank makes it, after its optimizer.
 
     For example: ``State(scheduler, optimizer, extra={"rates": rates})``.
 
@@ -122,7 +123,7 @@ class State:
                 self.tied[first] = others
         locations = Locations(sync.topology, sync.plan)
         names = uncut_names(records)
-        # An optimizer has names of what is trained alone.
+        # An optimizer has names of trained parameters alone.
         stepped = uncut_names([record for record in records if record.requires_grad])
         mains = {main.record.key: main for main in sync.main_parameters()}
         pieces = _declared(sync, locations, names, shards)
@@ -143,7 +144,7 @@ class State:
                         f"{name!r} is sharded and not contiguous, so its rows fit into no other "
                         f"layout's checkpoint: make it .contiguous()"
                     )
-        # Names of several models, one a stage, are told apart by the stage.
+        # Add the stage to names of buffers if each stage is a model, because names may be equal.
         are_apart = any(name == key for key, name in names.items())
         self._buffers: dict[str, tuple[int, str]] = {}
         for stage, module in sync.modules.items():
@@ -164,14 +165,14 @@ class State:
 
         Sync: the caller waits for parameters before.
         """
-        # Whole DTensors would not do: some of torch's operators on them talk to all ranks.
+        # Return shards, because some of torch's operators on DTensors communicate with all ranks.
         of_stages = {stage: module.state_dict() for stage, module in self.sync.modules.items()}
         buffers = {name: of_stages[stage][inner] for name, (stage, inner) in self._buffers.items()}
         held = {name: t for name, t in buffers.items() if isinstance(t, Tensor)}
         return {f"model.{n}": local(t).detach() for n, t in {**self._parameters, **held}.items()}
 
     def parts(self) -> dict[str, Part]:
-        """Returns what this rank has of a checkpoint, by key. Values are not copied.
+        """Returns the parts of a checkpoint that this rank has, by key. Values are not copied.
 
         Sync: waits for parameters of other ranks; every rank must call it.
 
@@ -210,7 +211,7 @@ class State:
             keys: The keys of `tensors` of all ranks.
 
         Raises:
-            CheckpointError: If it is refused.
+            CheckpointError: If names or shapes differ.
         """
         saved = {key for key in files.index.tensors if key.startswith("model.")}
         complaints = []
@@ -256,7 +257,7 @@ class State:
             elif str(place) in places:
                 value = files.whole(places[str(place)])
             elif shapes == {()}:
-                # Pieces may differ in their number of steps. That of the whole is the largest.
+                # Take the largest number of steps, because pieces may differ in it.
                 value = torch.stack([files.whole(each) for each in places.values()]).amax()
             else:
                 raise CheckpointError(
@@ -317,10 +318,10 @@ class State:
         Args:
             files: The checkpoint.
             saved: The extra state of its optimizer.
-            options: Whether its options are taken, too.
+            options: True if its options are taken, too.
 
         Raises:
-            CheckpointError: If it is refused.
+            CheckpointError: If the optimizer, or the names of its state, differ.
         """
         if self.optimizer is None:
             return
@@ -349,7 +350,7 @@ class State:
             kind, group = here[id(main.tensor)]
             of_file = {**group, **there.get(parted(stepped)[0], {})}
             wanted = _state_names(kind, of_file if options else group, main.tensor)
-            # A parameter without a step has no state, so its options say what it would have had.
+            # Use the options for a parameter without a step, because it has no state.
             found = written.get(name) or _state_names(kind, of_file, main.tensor)
             if wanted is not None and found != wanted:
                 raise CheckpointError(
@@ -366,9 +367,10 @@ class State:
 
 
 def _state_names(kind: Any, group: Mapping[str, Any], like: Tensor) -> set[str] | None:  # noqa: ANN401 - a class of optimizers
-    """Returns the names of what an optimizer keeps of such a tensor: it steps a small one.
+    """Returns the names of an optimizer's state for such a tensor, by stepping a small one.
 
-    None if that says nothing: those of others may keep more of large tensors, or need more options.
+    None for optimizers outside of torch, because they may keep more for large tensors, or need more
+    options. None also if the step fails.
     """
     if not kind.__module__.startswith("torch.optim."):
         return None

@@ -1,1 +1,1 @@
-"""How long does a step take, where does its time go, what would be faster? Without torch."""
+"""Simulation of steps: their time, its causes, and faster schedules and cuts. Without torch."""

@@ -26,14 +26,14 @@ class Auto(MeasuredGenerator):
 
     Without `costs` it begins as 1f1b, and a `Scheduler` measures computes and hops in its second
     step. From the third step on it is the best of the schedules that have one stage on each rank
-    and do not split backwards; the others would move stages, or need what was not measured. All
-    ranks have the same numbers, and each of them chooses by itself, since choosing is pure.
+    and do not split backwards; the others would move stages, or need further measurements. Each
+    rank chooses without a message, because all have the same numbers and choosing is pure.
 
     Args:
         costs: A file of `Costs`, its content, or the costs themselves.
         memory_limit_bytes: The most that a rank may hold; needs `costs`.
         max_live_activations: The most microbatches that a rank may hold. Without `costs` the
-            default is that of eager-1f1b, 2 P - 1.
+            default is 2 P - 1, as for eager-1f1b.
         schedules: Names, or tables of name and options, instead of all registered ones.
 
     Raises:
@@ -70,7 +70,7 @@ class Auto(MeasuredGenerator):
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the best schedule; without costs 1f1b, if any schedule can fit later.
 
-        If none fits with what was measured, it stays 1f1b, and a warning says why.
+        If none fits with measured costs, it stays 1f1b, and a warning has the reason.
 
         Raises:
             ScheduleError: If no schedule fits, or if the costs are of other stages.
@@ -80,7 +80,7 @@ class Auto(MeasuredGenerator):
         except ScheduleError as error:
             if not self._is_measured:
                 raise
-            # With hops of no time something fitted; what was measured must not end the run.
+            # Some schedule fitted with hops of no time; measured times must not end the run.
             warnings.warn(f"schedule 'auto' stays 1f1b: {error}", stacklevel=2)
             chosen = None
         if chosen is not None:
@@ -99,10 +99,10 @@ class Auto(MeasuredGenerator):
             planned.choice(num_ranks=num_ranks, num_microbatches=num_microbatches)
 
     def choice(self, *, num_ranks: int, num_microbatches: int) -> Choice | None:
-        """Returns what was chosen, with the table of why; None without costs.
+        """Returns the chosen schedule and all other candidates; None without costs.
 
         Raises:
-            ScheduleError: As `generate`.
+            ScheduleError: If no schedule fits, or if the costs are of other stages.
         """
         if self._costs is None:
             return None
@@ -119,7 +119,7 @@ class Auto(MeasuredGenerator):
         return self._choices[key]
 
     def planned(self, times: Times) -> Auto:
-        """Returns what makes the schedules from the next step on."""
+        """Returns the generator of the schedules from the next step on."""
         num_ranks = len(times.forward_seconds)
         limit = self._max_live_activations or 2 * num_ranks - 1
         planned = Auto(costs=costs_of(times), max_live_activations=limit, schedules=self._schedules)
@@ -128,14 +128,14 @@ class Auto(MeasuredGenerator):
 
 
 def costs_of(times: Times) -> Costs:
-    """Returns the costs of one stage a rank whose computes and hops take what was measured."""
+    """Returns the costs of one stage a rank, from measured times of computes and hops."""
     num_ranks = len(times.forward_seconds)
     weights = times.weight_seconds or (0.0,) * num_ranks
     stages = tuple(
         StageCosts(
             forward_seconds=forward,
             backward_seconds=backward,
-            # Each is a median or the slowest pipeline's, so a part may be more than the whole.
+            # A part may exceed the whole, because each is a median or the slowest pipeline's.
             weight_seconds=min(weight, backward),
             outputs={"x": _BYTES} if rank + 1 < num_ranks else {},
         )

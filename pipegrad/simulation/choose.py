@@ -1,8 +1,8 @@
-"""choose: which schedule takes least time within a memory limit, and why. Pure.
+"""choose: finds the schedule that takes least time within a memory limit. Pure.
 
-[Note: candidates] The candidates are all registered schedules, plug-ins too, but those of chunks
-of time, which need stages that carry a state. One that takes ``stages_per_rank`` is tried with 1,
-2, ... of them. hop-aware-1f1b and hop-aware-zb-h1 are given the hops and computes of the costs,
+[Note: candidates] The candidates are all registered schedules, plug-ins too, except schedules of
+sequence chunks, which need stages that carry a state. One that takes ``stages_per_rank`` is tried
+with 1, 2, ... of them. hop-aware-1f1b and hop-aware-zb-h1 get the hops and computes of the costs,
 with several thresholds. Then 1f1b is tried with more warm-up, as much at every hop. Each candidate
 is lowered, proven and simulated, in this order, and refused where one of these fails. Where costs
 are of more stages than a candidate has, they are taken for layers: neighbours become a stage, and
@@ -33,19 +33,19 @@ from pipegrad.simulation.simulator import simulate
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule, and what it was found to take.
+    """A schedule, with its simulated time and memory.
 
     Attributes:
         name: The schedule and its options, in words.
         schedule: None if it is not defined for these numbers.
-        step_seconds: Of a step that follows another.
+        step_seconds: Time of a step that follows another.
         bubble: The share of all ranks' time in which they do not compute.
         peak_bytes: The most that a rank holds.
         live_activations: Microbatches that each rank holds at most, over all its stages; with
             chunks of time whole sequences, rounded up.
         boundaries: Index of the first layer of every stage but the first, which
             ``pipegrad.cut(model, n, boundaries=...)`` takes; empty if costs were of its stages.
-        refused: Why it was not taken; "" if it could have been.
+        refused: The reason why it cannot be chosen; "" if it can be.
     """
 
     name: str
@@ -74,22 +74,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The schedule that was chosen, and what else was tried.
+    """The chosen schedule, and all other candidates.
 
     Attributes:
-        candidates: The chosen one first; then by time; at last those that were refused.
+        candidates: The chosen one first; then by time; at last the refused ones.
     """
 
     candidates: tuple[Candidate, ...]
 
     @property
     def best(self) -> Candidate:
-        """What was chosen."""
+        """The chosen candidate."""
         return self.candidates[0]
 
     @property
     def schedule(self) -> Schedule:
-        """What was chosen, for a `Scheduler`."""
+        """The chosen schedule, for a `Scheduler`."""
         assert self.best.schedule is not None
         return self.best.schedule
 
@@ -105,9 +105,9 @@ class Choice:
 
 
 def rows_of(candidates: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Yields the cells of the table of why, its head first, from what `Choice.to_json` returns."""
+    """Yields the rows of a table of candidates, its head first, from `Choice.to_json`."""
     best = candidates[0]
-    # A job whose costs are those of its stages is cut already.
+    # A job with costs of its own stages is cut already.
     is_cut = any(each.get("boundaries") for each in candidates)
     cut = ["boundaries"] * is_cut
     yield "schedule", "step", "bubble", "peak MiB", "activations", *cut, "why"
@@ -134,7 +134,7 @@ Spec = str | Mapping[str, Any]  # a name, or a table of name and options
 
 OF_CHUNKS = ("chunked-1f1b", "chunked-zb-h1")
 _NO_CANDIDATES = ("auto", "adaptive-1f1b", *OF_CHUNKS)  # the first choose or change schedules
-_THRESHOLDS = (0.0, 0.05, 0.2)  # of those that know hops
+_THRESHOLDS = (0.0, 0.05, 0.2)  # of schedules that use hop times
 _MOST_FORWARDS_A_HOP = 6
 _MOST_STAGES_A_RANK = 4
 _NUM_STEPS = 2  # the second begins while the first ends, as all that follow do
@@ -152,23 +152,23 @@ def choose(
 ) -> Choice:
     """Returns the schedule that takes least time; see [Note: candidates].
 
-    Reductions are left out: buckets depend on how the model is cut.
+    Reductions are left out, because buckets depend on how the model is cut.
 
     The function is pure: every rank that has the same costs chooses the same. Schedules whose steps
     differ by less than 0.5 % count as equally fast: the one that holds fewer bytes is taken, then
     the one with fewer activations, then the first name.
 
     Args:
-        num_ranks: Of the pipeline.
-        num_microbatches: Of a step.
-        costs: For as many stages as there are ranks, or for more: for example for each layer, with
-            the embedding, the head and the loss. Then `Candidate.boundaries` says how to cut. A
+        num_ranks: Number of pipeline ranks.
+        num_microbatches: Number of microbatches a step.
+        costs: Costs of as many stages as there are ranks, or of more: for example of each layer,
+            with the embedding, the head and the loss. `Candidate.boundaries` is then the cut. A
             schedule of more stages is refused.
         memory_limit_bytes: The most that a rank may hold.
         max_live_activations: The most microbatches whose activations a rank may hold, in stages as
             large as a rank.
         schedules: Names, or tables of name and options, instead of all registered ones.
-        links: The values that stages hand on, if stages are as many as ranks; by default each takes
+        links: The values that stages pass on, if stages are as many as ranks; by default each takes
             the outputs of the one before it.
 
     Raises:
@@ -243,7 +243,7 @@ def _candidates(
         for spec in (names if specs is None else specs)
         for table in _tables(spec, num_ranks, costs, max_live_activations)
     ]
-    # Of names that stand for one schedule the first counts, so plain ones come first.
+    # Plain names come first, because the first of several names of one schedule counts.
     for table in sorted(tables, key=lambda table: "threshold" in table):
         try:
             yield _words(table), generate(knowing(registry.resolve(table), times), **sizes)
@@ -260,7 +260,7 @@ def _candidates(
 def _tables(
     spec: Spec, num_ranks: int, costs: Costs, max_live_activations: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Yields what a schedule is to be tried with."""
+    """Yields the tables of options with which a schedule is tried."""
     table = {"name": spec} if isinstance(spec, str) else dict(spec)
     try:
         kind = type(registry.resolve(table).plugin)
@@ -282,7 +282,7 @@ def _tables(
 def knowing(
     resolved: ResolvedPlugin[ScheduleGenerator], times: Times
 ) -> ResolvedPlugin[ScheduleGenerator]:
-    """Returns a schedule that is made for these times, if it knows hops and was given none."""
+    """Returns a schedule for these times, if it uses hop times and has none."""
     plugin = resolved.plugin
     if isinstance(plugin, HopAware) and plugin.wants_times:
         return replace(resolved, plugin=plugin.planned(times))
@@ -356,7 +356,7 @@ def _beyond(
     num_stages: int,
     limits: tuple[int | None, int | None],
 ) -> str:
-    """Returns which limit a schedule goes beyond; "" if none."""
+    """Returns the reason if a schedule goes beyond a limit; else ""."""
     limit_bytes, limit_live = limits
     most = max(peak_bytes)
     if limit_bytes is not None and most > limit_bytes:
@@ -382,7 +382,7 @@ def chain_of(costs: Costs) -> list[Link]:
 
 
 def times_of(costs: Costs) -> Times:
-    """Returns what steps would show on ranks with these costs, one stage on each."""
+    """Returns the times that steps would have on ranks with these costs, one stage on each."""
     hops = [
         (costs.hop_seconds(s, s + 1, "F") + costs.hop_seconds(s + 1, s, "B")) / 2
         for s in range(len(costs.stages) - 1)
@@ -404,7 +404,7 @@ def _balanced(costs: Costs, num_stages: int) -> tuple[int, ...]:
 def cut_at(costs: Costs, begins: Sequence[int]) -> Costs:
     """Returns the costs of stages that are neighbouring layers each, from these begins on.
 
-    If stages hand on more than one value, or values of several names, they count as one.
+    If stages pass on more than one value, or values of several names, they count as one.
     """
     edges = pairwise([0, *begins, len(costs.stages)])
     stages = [merged_stages(costs.stages[begin:end]) for begin, end in edges]
@@ -414,7 +414,7 @@ def cut_at(costs: Costs, begins: Sequence[int]) -> Costs:
 
 
 def merged_stages(stages: Sequence[StageCosts]) -> StageCosts:
-    """Returns the costs of neighbouring stages as one: sums, and what the last of them hands on."""
+    """Returns the costs of neighbouring stages as one: sums, and the outputs of the last one."""
     names = (field.name for field in fields(StageCosts) if field.name != "outputs")
     sums: dict[str, Any] = {name: sum(getattr(s, name) for s in stages) for name in names}
     return StageCosts(**sums, outputs=stages[-1].outputs)

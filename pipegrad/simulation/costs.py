@@ -1,4 +1,4 @@
-"""Costs: what computing, sending, reducing and stepping take. Plain data, saved as JSON.
+"""Costs of computing, sending, reducing and stepping. Plain data, saved as JSON.
 
 A file may leave everything out that is zero::
 
@@ -65,18 +65,18 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class StageCosts(_Numbers):
-    """What one microbatch costs on a stage, and what the stage holds.
+    """The costs of one microbatch on a stage, and the bytes that the stage holds.
 
     Attributes:
-        forward_seconds: Of F.
-        backward_seconds: Of B, or of I and W together.
+        forward_seconds: Time of F.
+        backward_seconds: Time of B, or of I and W together.
         weight_seconds: The part of the backward that a split backward computes in W.
-        optimizer_seconds: Of the optimizer's step, once a step.
+        optimizer_seconds: Time of the optimizer, once a step.
         parameter_bytes: Parameters.
         gradient_bytes: Gradients, with the buckets that they lie in.
         optimizer_bytes: State of the optimizer, and master copies.
-        activation_bytes: What a microbatch holds from its F until its B, or until its I: saved
-            tensors and outputs, without the values that it received.
+        activation_bytes: Bytes that a microbatch holds from its F until its B, or until its I:
+            saved tensors and outputs, without the values that it received.
         factor_bytes: The part of `activation_bytes` that W needs; it is held until W.
         outputs: For each value that the stage makes, its bytes in one microbatch. The gradient that
             comes back has as many.
@@ -102,7 +102,7 @@ class StageCosts(_Numbers):
             )
 
     def seconds(self, kind: Kind) -> float:
-        """Returns what an action of this kind takes."""
+        """Returns the time of an action of this kind."""
         return {
             "F": self.forward_seconds,
             "B": self.backward_seconds,
@@ -111,7 +111,7 @@ class StageCosts(_Numbers):
         }[kind]
 
     def changed_bytes(self, kind: Kind) -> int:
-        """Returns by how much an action of this kind changes what is held of activations."""
+        """Returns the change of activation bytes by an action of this kind; below 0 if it frees."""
         return {
             "F": self.activation_bytes,
             "B": -self.activation_bytes,
@@ -133,7 +133,7 @@ class StageCosts(_Numbers):
 
     @property
     def held_bytes(self) -> int:
-        """What the stage holds all the time."""
+        """The bytes that the stage holds all the time."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
@@ -156,19 +156,19 @@ class LinkCosts(_Numbers):
 
 @dataclass(frozen=True)
 class Network(_Numbers):
-    """How ranks are connected.
+    """The connections between ranks.
 
     Every host has a full-duplex NIC. Messages that leave a NIC at once share its rate, and so do
-    messages that enter it; those with longer round trips get less. Ranks of one host send to each
-    other without their NIC. Messages from one rank to another go one after the other, in the order
-    in which they are sent. Skips may go beside them, as between processors; see [Note: skips] in
-    `program`.
+    messages that enter it; messages with longer round trips get less. Ranks of one host send to
+    each other without their NIC. Messages from one rank to another go one after the other, in the
+    order in which they are sent. Skips may go in parallel with them, as between CPUs; see
+    [Note: skips] in `program`.
 
     Attributes:
-        nic_bytes_per_second: Rate of every NIC, each way: what it keeps up, not what one message
-            after a pause takes. Infinite: messages take `latency_seconds` and what their link
-            takes.
-        latency_seconds: Time of an empty message, if its link says nothing else.
+        nic_bytes_per_second: Rate of every NIC, each way: the rate that it sustains, not the rate
+            of one message after a pause. If infinite, messages take `latency_seconds` and the time
+            of their link.
+        latency_seconds: Time of an empty message, unless `links` has another one.
         hosts: For each pipeline rank the number of its host; empty if each rank has its own.
         links: Pairs of ranks that differ from the rest.
     """
@@ -220,12 +220,12 @@ class Network(_Numbers):
 
 @dataclass(frozen=True)
 class CollectiveCosts(_Numbers):
-    """What a reduction sends, and its parameter sync.
+    """The costs of a reduction, and of its parameter sync.
 
     Attributes:
         num_bytes: Bytes that each rank gives to the reduction.
-        num_ranks: Its ranks, those of data parallelism and of other dimensions too.
-        kind: What is sent. "send" goes from rank to rank, from the last of its pipeline ranks to
+        num_ranks: Number of its ranks, along data parallelism and other dimensions too.
+        kind: The collective. "send" goes from rank to rank, from the last of its pipeline ranks to
             the first, which adds up; its parameter sync goes back the same way.
         sync_bytes: Bytes of the parameter sync that belongs to it; 0 if there is none.
         seconds: If above 0, the time of the reduction; then it is not computed from bytes.
@@ -254,15 +254,15 @@ class CollectiveCosts(_Numbers):
 
 @dataclass(frozen=True)
 class CodecCosts(_Numbers):
-    """A codec between two pipeline ranks, for what crosses in either direction.
+    """A codec between two pipeline ranks, for values that cross in either direction.
 
     Attributes:
         ranks: The two pipeline ranks, the lower one first.
-        carries: What it encodes.
+        carries: The values that it encodes.
         codec: Its name.
-        share: Bytes of a message, by the bytes of its value.
-        encode_seconds_per_byte: What the rank that sends takes, by the bytes of the value.
-        decode_seconds_per_byte: What the rank that receives takes.
+        share: Bytes of a message, for each byte of its value.
+        encode_seconds_per_byte: Time of the rank that sends, for each byte of the value.
+        decode_seconds_per_byte: Time of the rank that receives, for each byte of the value.
     """
 
     ranks: tuple[int, int]
@@ -281,12 +281,12 @@ class CodecCosts(_Numbers):
 
 
 class Crossing(NamedTuple):
-    """What a value costs that crosses from one rank to another.
+    """The costs of a value that crosses from one rank to another.
 
     Attributes:
-        num_bytes: Of its message.
-        encode_seconds: Of the rank that sends.
-        decode_seconds: Of the rank that receives.
+        num_bytes: Bytes of its message.
+        encode_seconds: Time of the rank that sends.
+        decode_seconds: Time of the rank that receives.
     """
 
     num_bytes: int
@@ -296,12 +296,12 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class HostCosts(_Numbers):
-    """What the rank's host takes on top of computing.
+    """The time that a rank's host takes on top of computing.
 
     Attributes:
-        action_seconds: For each action.
-        message_seconds: For each message that it sends and for each that it waits for.
-        step_seconds: For each step.
+        action_seconds: Time for each action.
+        message_seconds: Time for each message that it sends and for each that it waits for.
+        step_seconds: Time for each step.
     """
 
     action_seconds: float = 0.0
@@ -311,17 +311,17 @@ class HostCosts(_Numbers):
 
 @dataclass(frozen=True)
 class Costs(_Numbers):
-    """Everything that `simulate` needs to know of a model and of a cluster.
+    """All costs of a model and of a cluster that `simulate` needs.
 
     Attributes:
-        stages: For each stage.
+        stages: Costs of each stage.
         network: How pipeline ranks are connected.
         collectives: The reductions by name, in the order in which every rank launches its own.
-        host: What hosts take on top.
-        codecs: Of those hops that have one.
+        host: The time that hosts take on top of computing.
+        codecs: Costs of the codecs, for hops that have one.
         ranks_meet: True if no rank begins a step before all have ended the one before. Clipping by
             a global norm and reading the loss on every rank do that.
-        meeting_seconds: What the messages of such an end take, when the last rank is there: a round
+        meeting_seconds: Time of the messages of such an end, when the last rank is there: a round
             trip over the slowest link for the loss, and as much for the norm.
         chunks: `stages` are costs of one of so many chunks of a sequence; 1: of whole sequences.
     """
@@ -338,8 +338,8 @@ class Costs(_Numbers):
     def of_chunks(self, chunks: int) -> Costs:
         """Returns the costs of the microbatches of a schedule with so many chunks of a sequence.
 
-        Each chunk takes an equal part. Whoever computes with the stages of a schedule calls this
-        first; costs that are of such chunks already stay as they are.
+        Each chunk takes an equal part. Call this before you compute with the stages of a schedule;
+        costs that are of such chunks already stay as they are.
 
         Raises:
             ScheduleError: If the costs are of chunks of another size.
@@ -355,7 +355,7 @@ class Costs(_Numbers):
         return replace(self, stages=stages, chunks=chunks)
 
     def compute_seconds(self, schedule: Schedule) -> list[float]:
-        """Returns for each rank of a schedule what it computes in a step."""
+        """Returns the seconds that each rank of a schedule computes in a step."""
         return [
             sum(self.stages[action.stage].seconds(action.kind) for action in own)
             for own in schedule.actions
@@ -366,7 +366,7 @@ class Costs(_Numbers):
         return {(codec.ranks, codec.carries): codec for codec in self.codecs}
 
     def crossing(self, link: Link, channel: Channel) -> Crossing:
-        """Returns what a value, or its gradient, costs on its way from rank to rank."""
+        """Returns the costs of a value, or of its gradient, on its way from rank to rank."""
         num_bytes = self.stages[link.producer].outputs.get(link.name, 0)
         ranks = min(channel.source, channel.target), max(channel.source, channel.target)
         codec = self._codecs.get((ranks, "activations" if channel.kind == "F" else "gradients"))
@@ -435,7 +435,7 @@ class Costs(_Numbers):
         return as_text([table(head, rows), of_links if links else alike, *self.doubts()])
 
     def doubts(self) -> Iterator[str]:
-        """Yields what is likely a mistake: another unit, or a link that lacks its way back."""
+        """Yields likely mistakes: another unit, or a link that lacks its way back."""
         for number, stage in enumerate(self.stages):
             if stage.forward_seconds >= _LONG_SECONDS:
                 seconds = stage.forward_seconds
@@ -455,7 +455,7 @@ class Costs(_Numbers):
             yield f"a NIC sends {8e-6 * rate:g} Mbit/s: rates are in bytes a second, not in bits"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, without what has its default; `from_json` reads it."""
+        """Returns the costs as plain data, without defaults; `from_json` reads it."""
         data: dict[str, Any] = _adapter().dump_python(self, mode="json", exclude_defaults=True)
         return data
 
@@ -464,7 +464,7 @@ class Costs(_Numbers):
         """Returns the costs that plain data describes.
 
         Raises:
-            ScheduleError: If a name is unknown, or a value is not what it should be.
+            ScheduleError: If a name is unknown, or a value has another type or range.
         """
         return validated(_adapter(), data, "costs")
 
@@ -474,7 +474,7 @@ class Costs(_Numbers):
 
     @classmethod
     def load(cls, path: Path) -> Costs:
-        """Reads what `save` wrote, or a person.
+        """Reads a file that `save`, or a person, wrote.
 
         Raises:
             ScheduleError: If the file is missing, is no JSON, or does not describe costs.

@@ -1,10 +1,10 @@
-"""Fastest cut: where stages begin, so that a simulated step is short. Pure.
+"""Fastest cut: finds the first layers of stages for the shortest simulated step. Pure.
 
-[Note: floor] No simulated step is below its floor: that of a network on which messages wait for
-those before them on their link alone, and of no reductions. It takes a fraction of a simulation's
+[Note: floor] No simulated step is below its floor: the step without reductions, on a network where
+messages wait only for earlier messages of their link. A floor takes a fraction of a simulation's
 time. Cuts are simulated in the order of their floors; one whose floor is above the best step cannot
-be better. If all cuts are few, all are candidates, so the result is the best. Otherwise cuts of low
-floors are changed, again and again: some stages in a row begin a layer earlier, or later.
+be better. If there are few cuts, the result is the best, because all are candidates. Otherwise cuts
+of low floors are changed, again and again: some stages in a row begin a layer earlier, or later.
 Both end after a number of simulations, which is the same on all ranks.
 """
 
@@ -33,7 +33,7 @@ Cost = Callable[[int, int, int], float]  # of a stage that holds the layers from
 
 def balanced_seconds(seconds: Iterable[float], num_stages: int) -> tuple[int, ...]:
     """Returns starts that make the longest stage short, of layers that take so many seconds."""
-    # Whole numbers, so that no rounding decides between equal cuts.
+    # Whole numbers, because rounding must not decide between equal cuts.
     sums = [0, *accumulate(round(own / _UNIT_SECONDS) for own in seconds)]
     starts = balanced(len(sums) - 1, num_stages, lambda _, start, end: sums[end] - sums[start])
     return tuple(starts)
@@ -125,7 +125,7 @@ def _neighbours(begins: Begins, num_layers: int) -> Iterator[Begins]:
 
 
 class _Search:
-    """What is known of cuts so far.
+    """The weights of the cuts that were simulated so far.
 
     Attributes:
         best: The cut of least weight.
@@ -172,7 +172,7 @@ class _Search:
         return list(zip(map(self._beyond, held), seconds, strict=True))
 
     def improve(self, cuts: Iterable[Begins], *, is_first: bool = False) -> bool:
-        """Simulates the cuts whose floors are below the best step; returns whether one is better."""
+        """Simulates the cuts whose floors are below the best step; True if one is better."""
         before, new = self.best, [cut for cut in cuts if cut not in self._weights]
         for floor, cut in sorted(zip(self._floors(new), new, strict=True)) if new else []:
             if self._left <= 0 or not _is_less(floor, self._weights[self.best]):
@@ -209,7 +209,7 @@ def _is_less(one: Weight, other: Weight) -> bool:
 
 
 class _Floor:
-    """What steps take at least; see [Note: floor]."""
+    """The least time of steps; see [Note: floor]."""
 
     def __init__(self, program: Program, num_steps: int) -> None:
         self._program, self._num_steps = program, num_steps
@@ -263,7 +263,7 @@ class _Floor:
         return [float(seconds) for seconds in clocks.max(axis=0)]
 
     def held_bytes(self, costs: Costs) -> int:
-        """Returns what the fullest rank holds at least: all but what it sends and receives."""
+        """Returns the least bytes of the fullest rank, without the values it sends and receives."""
         schedule, most = self._program.schedule, 0
         for rank, actions in enumerate(schedule.actions):
             held = zip(costs.stages, schedule.stage_to_rank, strict=True)

@@ -1,4 +1,4 @@
-"""simulate: runs a Program against costs, event by event. What is simulated is what is executed."""
+"""simulate: runs the items of a Program, which the executor runs too, with costs, as events."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from pipegrad.simulation.engine.flows import Events, FairNetwork, Process
 from pipegrad.simulation.engine.transport import Collectives, Engine, Job, Key, Memory, Messages
 from pipegrad.simulation.timeline import Span, SpanKind, Timeline
 
-# Plain integers: comparing with members of an enum takes far longer.
+# Plain integers, because comparing with members of an enum takes far longer.
 _POST, _SEND, _COMPUTE = int(Op.POST_RECEIVE), int(Op.SEND), int(Op.COMPUTE)
 _RECEIVE, _RELEASE = int(Op.WAIT_RECEIVE), int(Op.RELEASE)
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulated run took.
+    """The times and the memory of a simulated run.
 
     Attributes:
-        step_seconds: How long each step took, from the end of the step before it on all ranks.
-        peak_bytes: For each rank the most that it held.
-        timeline: What every rank did, and when; None if it was not recorded.
+        step_seconds: Duration of each step, from the end of the step before it on all ranks.
+        peak_bytes: The most bytes that each rank held.
+        timeline: The spans of every rank; None if they were not recorded.
     """
 
     step_seconds: tuple[float, ...]
@@ -47,23 +47,25 @@ class Simulation:
 def simulate(
     program: Program, costs: Costs, *, num_steps: int = 1, records: bool = True
 ) -> Simulation:
-    """Returns what steps of `program` take, if computing and sending cost what `costs` says.
+    """Returns the times and the memory of steps of `program` with `costs`.
 
-    The items that are simulated are those that the executor runs. A message begins when it is sent,
-    its receive is posted, and the message before it has left. A rank waits where its items wait. A
-    bucket leaves inside of the last backward of its stage, after a share of that backward: that of
-    the bytes up to this bucket. Parameters come back during the forwards of the next step. Which
-    buckets there are is in the costs, since a program has no reductions.
+    For example, ``simulate(lower(schedule), costs).step_seconds[0]`` is the time of the first step.
+
+    It simulates the items that the executor runs. A message begins when it is sent, its receive is
+    posted, and the message before it has left. A rank waits where its items wait. A bucket leaves
+    inside of the last backward of its stage, after the share of this backward that the bytes up to
+    the bucket have. Parameters come back during the forwards of the next step. The costs list the
+    buckets, because a program has no reductions.
 
     Args:
-        program: What every rank does; `verify` has proven it.
-        costs: What that takes; of whole sequences, or of the schedule's chunks of them.
-        num_steps: How many steps follow each other.
-        records: Whether to record a timeline. Without it, memory and time are saved.
+        program: The items of every rank; `verify` has proven them.
+        costs: Costs of whole sequences, or of the schedule's chunks of them.
+        num_steps: Number of steps, one after the other.
+        records: True to record a timeline. Without it, memory and time are saved.
 
     Raises:
-        ScheduleError: If the costs are not those of the program's stages and ranks, or if the
-            program cannot end.
+        ScheduleError: If the costs do not fit the program's stages and ranks, or if the program
+            cannot end.
     """
     _check(program, costs, num_steps)
     costs = costs.of_chunks(program.schedule.chunks)
@@ -112,7 +114,7 @@ def _check(program: object, costs: object, num_steps: int) -> None:
 
 @dataclass
 class _Rank:
-    """Where one rank is; `clock` is ahead of `now` by what its host takes for messages."""
+    """The position of one rank; `clock` is ahead of `now` by its host's time for messages."""
 
     number: int
     step: int = 0
@@ -226,7 +228,7 @@ class _Run:
         yield from self._catch_up(rank)
 
     def _catch_up(self, rank: _Rank) -> Process:
-        """What a rank waits for next may happen until its host has done what it does."""
+        """Lets the host finish. The next event of the rank may happen meanwhile."""
         if rank.clock > rank.now:
             self._engine.record(rank.number, "host", rank.now, rank.clock, rank.step)
             rank.now = yield rank.clock

@@ -1,4 +1,4 @@
-"""Timeline: what every rank did, and when. A simulation makes one, and so does a recorded run."""
+"""Timeline: the spans of every rank. A simulation makes one, and so does a recorded run."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ WAITS: tuple[SpanKind, ...] = (
     "wait for parameters",
     "wait for ranks",
 )
-# What a rank itself does: these spans do not overlap on a rank.
+# Work of the rank itself: these spans do not overlap on a rank.
 ON_RANK: tuple[SpanKind, ...] = (*COMPUTE, *WAITS, "optimizer", "host")
-# What runs beside it: these spans may overlap each other and those of the rank.
+# Work in parallel with it: these spans may overlap each other and the rank's spans above.
 BESIDE: tuple[SpanKind, ...] = ("transfer", "reduction", "parameter sync")
 KINDS: tuple[SpanKind, ...] = (*ON_RANK, *BESIDE)
 TimeUnit = Literal["seconds", "units"]
@@ -58,12 +58,12 @@ _HEAD = ("pipegrad_timeline", "fields")
 
 
 class Span(NamedTuple):
-    """Something that a rank did, or that ran beside it.
+    """Work of a rank, or work in parallel with it.
 
     Attributes:
-        rank: The pipeline rank. Of a transfer, the rank that sends.
-        kind: What it was. "host" is time of the rank that is nothing else.
-        begin: In seconds from the begin of the timeline.
+        rank: The pipeline rank. For a transfer, the rank that sends.
+        kind: Kind of the work. "host" is time of the rank that is nothing else.
+        begin: Seconds from the start of the timeline.
         end: Likewise.
         step: Number of the training step, from 0.
         stage: Its stage, or -1.
@@ -71,7 +71,7 @@ class Span(NamedTuple):
         peer: The other rank: the receiver of a transfer, the rank that a wait is for; or -1.
         which: The channel of a transfer and of the waits for it, the collective of a reduction, of
             a parameter sync and of the waits for them; or -1.
-        label: In words, such as "x of 0F3" or the name of a collective.
+        label: A text, such as "x of 0F3" or the name of a collective.
     """
 
     rank: int
@@ -87,7 +87,7 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.end - self.begin
 
     @property
@@ -123,7 +123,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every rank of one pipeline did.
+    """The work of every rank of one pipeline.
 
     Attributes:
         name: A title, such as the name of the schedule.
@@ -131,16 +131,16 @@ class Timeline:
         num_ranks: Ranks of the pipeline.
         stage_to_rank: For each stage its rank.
         num_microbatches: Microbatches of a step.
-        spans: In any order.
-        step_ends: For each step when its last rank has ended it, in seconds.
+        spans: All spans, in any order.
+        step_ends: For each step the time when its last rank has ended it, in seconds.
         memory: For each rank its points, in order of time; empty if memory is not known.
         notes: Further facts, such as a date or a device; values are strings or numbers.
-        links: The values that stages hand on; empty if each hands one to the next.
+        links: The values that stages pass on; empty if each passes one to the next.
         collectives: The reductions, in the order in which they are launched.
-        time_unit: "units" if nobody knows how long anything takes, so that a time compares only
-            with others of this timeline; all that is called seconds is then units.
-        layers: For each stage its layers by name, with what part of its time each takes; empty if
-            they are not known.
+        time_unit: "units" if no time in seconds is known. Then all seconds here are units, and a
+            time compares only with others of this timeline.
+        layers: For each stage its layers by name, with the part of its time that each takes; empty
+            if they are not known.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -174,12 +174,12 @@ class Timeline:
         return value if isinstance(value, int | float) and abs(value) <= MOST_NUMBER else default
 
     def on_rank(self, rank: int) -> list[Span]:
-        """Returns what a rank itself did, in order of time."""
+        """Returns the spans of work of a rank itself, in order of time."""
         own = (s for s in self.spans if s.rank == rank and s.kind in ON_RANK)
         return sorted(own, key=attrgetter("begin", "end"))
 
     def beside(self, rank: int) -> list[Span]:
-        """Returns what ran beside a rank, in order of time: its sends, reductions and syncs."""
+        """Returns the sends, reductions and parameter syncs of a rank, in order of time."""
         own = (s for s in self.spans if s.rank == rank and s.kind in BESIDE)
         return sorted(own, key=attrgetter("begin", "end"))
 
@@ -194,7 +194,7 @@ class Timeline:
             span._replace(
                 begin=max(span.begin, begin) - begin,
                 end=min(span.end, end) - begin,
-                step=span.step - step,  # below 0: what the step before it began
+                step=span.step - step,  # below 0 for spans that the step before it began
             )
             for span in self.spans
             if (span.end > begin and span.begin < end)
@@ -248,7 +248,7 @@ class Timeline:
 
     @classmethod
     def load(cls, path: Path) -> Timeline:
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
             ScheduleError: If the file is missing or holds no timeline.
@@ -262,10 +262,10 @@ def _adapter() -> TypeAdapter[Timeline]:
 
 
 def check_timeline(timeline: Timeline) -> None:
-    """Refuses numbers that no run has, and that a picture or a table would trip over.
+    """Refuses numbers that no run has, because pictures and tables could not show them.
 
     Raises:
-        ScheduleError: If there are some. The message says where.
+        ScheduleError: If there are some. The message names the field.
     """
     ranks = range(timeline.num_ranks)
     if not 0 < timeline.num_ranks <= len(timeline.stage_to_rank):
@@ -339,13 +339,13 @@ def in_time(seconds: float, time_unit: TimeUnit = "seconds") -> str:
     if time_unit == "units":
         return f"{seconds:.4g} unit{'s' * (seconds != 1)}"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= 0.9995 * size:  # what is rounded up to a unit is said in it
+        if abs(seconds) >= 0.9995 * size:  # rounding makes it one unit
             return f"{_three_digits(seconds / size)} {unit}"
     return f"{_three_digits(seconds * 1e6)} us"
 
 
 def in_percent(share: float) -> str:
-    """Returns a share of 1 in percent, with one digit behind the point below ten percent."""
+    """Returns a share of 1 in percent, with one digit after the point below ten percent."""
     return f"{100 * share:.0f} %" if abs(share) >= 0.0995 else f"{100 * share:.1f} %"
 
 
@@ -364,10 +364,10 @@ _MOST_MISTAKES = 8  # in one message
 
 
 def validated(adapter: TypeAdapter[T], data: object, what: str) -> T:
-    """Returns what plain data describes.
+    """Returns the object that plain data describes.
 
     Raises:
-        ScheduleError: If a name is unknown, or a value is not what it should be.
+        ScheduleError: If a name is unknown, or a value has another type or range.
     """
     try:
         return adapter.validate_python(data)
@@ -393,10 +393,10 @@ def _shown(value: object) -> str:
 
 
 def loaded(path: Path, what: str, read: Callable[[Any], T]) -> T:
-    """Returns what `read` makes of the data of a JSON file.
+    """Returns the result of `read` on the data of a JSON file.
 
     Raises:
-        ScheduleError: If the file is missing or no JSON, or as `read` does. It names the file.
+        ScheduleError: If the file is missing or no JSON, or `read` raises it. It names the file.
     """
     try:
         content = run_files.read(path)

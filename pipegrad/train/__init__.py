@@ -1,1 +1,1 @@
-"""What does `pipegrad train` do? `config` is read, `job` makes sense of it, `trainer` runs it."""
+"""The command `pipegrad train`: `config` reads a file, `job` applies it to ranks, `loop` trains."""

@@ -1,7 +1,7 @@
 """Config: reads and validates a configuration from TOML and ``--set``.
 
-An error names key and value. `sizes_of` says how a number of ranks fits a configuration.
-`with_options` imports a function that it names. No other code of the user runs here.
+An error names key and value. `sizes_of` fits a number of ranks to a configuration. `with_options`
+imports a function that a configuration names. No other code of the user runs here.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Config(Table):
         Raises:
             ConfigError: Always.
         """
-        # The message shows the value that the user wrote. So the key is followed through tables,
-        # lists and options, and a short form is shown as it was written.
+        # Follow the key through tables, lists and options, and show a short form as it was written,
+        # because the message must have the value that the user wrote.
         value: Any = self
         for part in re.findall(r"\w+", key):
             if isinstance(value, Mapping):
@@ -106,7 +106,7 @@ def _as_written(value: object) -> object:
 
 
 def beside(config: Config, text: str) -> Path:
-    """Returns a path that is seen from the folder of the configuration."""
+    """Returns a path relative to the folder of the configuration."""
     return config.path.parent / path_of(text)
 
 
@@ -258,7 +258,7 @@ def _shown(value: object) -> str:
 
 
 def sizes_of(config: Config, num_ranks: int | None = None) -> tuple[int, int, int, int]:
-    """Returns how many ranks, pipeline ranks, ranks along ``dp``, and parts of a batch there are.
+    """Returns the numbers of ranks, pipeline ranks, ranks along ``dp``, and parts of a batch.
 
     Args:
         config: The configuration.
@@ -367,12 +367,12 @@ def with_options(
 
     Args:
         config: The configuration.
-        key: Where the choice stands, for messages.
+        key: The key of the choice, for messages.
         choice: Name and keyword arguments.
         given: Takes the names of the function's parameters; returns those that the caller passes.
 
     Raises:
-        ConfigError: As `imported` does; or if the function does not take these arguments.
+        ConfigError: If `imported` raises it, or the function does not take these arguments.
     """
     function = imported(config, key, choice.name)
     passed = given(parameters_of(function))

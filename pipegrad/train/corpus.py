@@ -2,10 +2,10 @@
 
 [Note: from files to tokens] The library `datasets` opens files, and writes their tokens into its
 cache. The first rank of a machine that comes holds a lock meanwhile. The others wait at the lock,
-and then map the same file into their memory, so that the system loads what is read, once for all
-of them. The library renames a cache when it is whole, so one that was interrupted is never read.
-The name depends on paths, sizes and times of the files, and on what makes tokens of them. A later
-run with the same text uses it again.
+and then map the same file into their memory, because the system loads a mapped file once for all
+of them. A cache that was interrupted is never read, because the library renames a cache when it is
+whole. The name depends on paths, sizes and times of the files, and on the tokenizer, the separator
+and the column. A later run with the same text uses it again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipegrad.errors import ConfigError, causes_of, reason, root_of
 from pipegrad.train.config import Config, beside, path_of
 
 TOKENIZER = "tokenizer.json"  # in a directory of transformers
-_VERSION = 2  # of what `_pieces` makes of a file
+_VERSION = 2  # of the output of `_pieces`
 _LINES, _DOCUMENTS = 10_000, 256  # so many are encoded at once, in some 100 KB
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -39,11 +39,11 @@ class Tokenizer:
     """Turns text into tokens: each byte of UTF-8 is one.
 
     Attributes:
-        size: Tokens are smaller than it.
-        dtype: Of tokens, as numpy names it.
+        size: Tokens are smaller than this.
+        dtype: The dtype of tokens, as numpy names it.
         digest: Differs between tokenizers that make different tokens.
-        unit: What tokens are called in messages.
-        ends: Tokens behind which a sample ends.
+        unit: A word for tokens in messages.
+        ends: Tokens after which a sample ends.
     """
 
     size, dtype, digest, unit = 256, "uint8", "bytes", "bytes"
@@ -84,7 +84,7 @@ class FileTokenizer(Tokenizer):
         except Exception as error:  # noqa: BLE001 - the library raises nothing more precise
             complaint = f"{path} is no file of the library tokenizers: {reason(error)}"
             config.refuse("data.tokenizer", complaint, cause=error)
-        # A file may ask to cut off long texts and to fill up short ones. All text is wanted here.
+        # Use all text, because a file may cut off long texts and fill up short ones.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab()
@@ -96,7 +96,7 @@ class FileTokenizer(Tokenizer):
         self.ends = self._ends()
 
     def _ends(self) -> frozenset[int]:
-        """Returns where `generate` of transformers ends a text of the model in this directory."""
+        """Returns the tokens at which `generate` of transformers ends a text of this directory."""
         for path in map(self._path.with_name, ("generation_config.json", "config.json")):
             try:
                 found = json.loads(run_files.read(path)).get("eos_token_id")
@@ -128,7 +128,7 @@ def tokenizer_of(config: Config) -> Tokenizer:
     """Returns the tokenizer of a configuration.
 
     Raises:
-        ConfigError: As `FileTokenizer` does.
+        ConfigError: If its library is missing, or its file cannot be read.
     """
     path = tokenizer_file(config)
     return Tokenizer() if path is None else FileTokenizer(config, path)
@@ -150,7 +150,7 @@ class Corpus:
     Args:
         tokens: Integers ``(numel,)`` of numpy or pyarrow, of which pieces are taken.
         sequence_length: Tokens of a sequence. One more token follows it, as the last target.
-        digest: Of the tokens.
+        digest: Digest of the tokens.
     """
 
     def __init__(self, tokens: Any, sequence_length: int, digest: str) -> None:  # noqa: ANN401
@@ -165,8 +165,8 @@ class Corpus:
         self, step: int, *, seed: int, size: int, share: int = 0, num_shares: int = 1
     ) -> tuple[Tensor, Tensor]:
         """Returns tokens and their successors, both int64 ``(size / num_shares, length)``."""
-        # Every rank draws the same `size` positions in the text and reads its share of them. So a
-        # batch depends on seed and step alone, not on the number of ranks.
+        # Every rank draws the same `size` positions in the text and reads its share of them,
+        # because a batch must depend on seed and step alone, not on the number of ranks.
         generator = torch.Generator().manual_seed(mixed(seed, step))
         locations = torch.randint(len(self) - self._length, (size,), generator=generator)
         return self._sequences(locations.chunk(num_shares)[share])
@@ -174,7 +174,7 @@ class Corpus:
     def sequences(
         self, number: int, *, size: int, share: int = 0, num_shares: int = 1
     ) -> tuple[Tensor, Tensor] | None:
-        """Returns batch `number` of those that lie one behind the other, from 1, as `batch` does.
+        """Returns batch `number`, from 1, of consecutive sequences of the text, as `batch` does.
 
         None if the text has no such batch that is full.
         """
@@ -203,7 +203,7 @@ def seed_all(seed: int) -> None:
 
 
 def read_corpus(config: Config, key: str = "data.files") -> Corpus:
-    """Returns the text of a configuration; without files that of CPython's help (466 KB). Local.
+    """Returns the text of a configuration; without files CPython's help (466 KB). Local.
 
     Raises:
         ConfigError: If a file or the cache cannot be used, or the text is shorter than a sequence
@@ -326,7 +326,7 @@ def _texts(config: Config, key: str, source: str) -> Iterator[list[str]]:
 def _opened(config: Config, key: str, source: str) -> Any:  # noqa: ANN401 - a data set
     """Returns the rows of a folder or file; None if it is plain text."""
     library = _library(config, key, "datasets")
-    kinds = Path(source.lower()).suffixes[-2:]  # the last one may be that of a compressed file
+    kinds = Path(source.lower()).suffixes[-2:]  # the last one may mark a compressed file
     if Path(source).is_dir():
         folder = library.load_from_disk(source)
         if isinstance(folder, dict):
@@ -347,5 +347,5 @@ def _library(config: Config, key: str, name: str) -> Any:  # noqa: ANN401 - a mo
         config.refuse(key, complaint, cause=error)
     if name == "datasets":
         library.disable_progress_bars()
-        library.logging.set_verbosity(library.logging.CRITICAL)  # the error says it, once
+        library.logging.set_verbosity(library.logging.CRITICAL)  # the error has the message
     return library

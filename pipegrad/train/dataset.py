@@ -1,18 +1,19 @@
 """Dataset: the batches of a rank, one for each step, and those that a user's function returns.
 
-[Note: a batch ahead] A rank without a batch must not leave the others alone in a step. So each
-batch is fetched while the step before it still computes. The ranks exchange whether they have it
+[Note: a batch ahead] Each batch is fetched while the step before it still computes, because a rank
+without a batch must not leave the others alone in a step. The ranks exchange whether they have it
 together with the metrics of that step, in one message. Then all of them begin the next step, or all
 raise the same error. The Scheduler compares the batches themselves.
 
-[Note: batches of a function] Each rank calls the function and takes every batch itself, so nothing
-is sent. The ranks of a pipeline must get the same batches. So all generators of random numbers get
-a seed when the function's code runs: when an epoch begins it depends on ``train.seed`` and the
-epoch, and for each later batch also on the data rank and the number of the batch. The training
-gives them a seed of its own in each step. The Scheduler compares the batches of the ranks.
+[Note: batches of a function] Each rank calls the function and takes every batch itself: nothing is
+sent. All generators of random numbers get a seed before the function's code runs, because the ranks
+of a pipeline must get the same batches. When an epoch begins, the seed depends on ``train.seed``
+and the epoch. For each later batch it depends on ``train.seed``, the number of the batch and the
+data rank. Each step of the training sets another seed. The Scheduler compares the batches of the
+ranks.
 
-A run that goes on from a checkpoint takes all batches of the steps before it, and drops them. Their
-seeds are the same again, so the batch of a step does not depend on where the run began.
+A run that goes on from a checkpoint takes all batches of the steps before it, and drops them. The
+batch of a step does not depend on the first step of the run, because its seed is the same again.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Batches:
         `repeat` the batches end before one that has fewer rows than there are microbatches.
 
         Raises:
-            ConfigError: If the function fails, or what it returns is no batch.
+            ConfigError: If the function fails, or returns something other than batches.
         """
         if number <= self._position:
             self._position = self._elements = 0
@@ -144,12 +145,13 @@ class Batches:
                 )
 
     def _returned(self) -> Iterator[object]:
-        """Yields what the function's batches are, with `_END` behind each epoch."""
+        """Yields the elements that the function returns, with `_END` after each epoch."""
         takes, bound = parameters_of(self._function), getattr(self._function, "keywords", {})
         iterable: Any = None
         iterator: Any = None
         for epoch in count(1):
-            # An iterator can be used only once. So can the batches of one epoch.
+            # Call the function again if it returned an iterator, because an iterator can be used
+            # only once, and if its batches depend on the epoch.
             if iterator is iterable or "epoch" in takes:
                 known = {**self._known, "epoch": epoch, "seed": self._config.train.seed}
                 passed = {n: x for n, x in known.items() if n in takes and n not in bound}
@@ -159,7 +161,7 @@ class Batches:
             yield _END
 
     def _seeded(self, seed: int, number: int, returned: Iterator[object]) -> object:
-        """Returns what code of the user returns next, with seeds."""
+        """Sets the seeds, and returns the next element of the user's code."""
         try:
             seed_all(seed)
             return next(returned)
@@ -199,7 +201,7 @@ def pair_of(batch: object, *, is_named: bool = False) -> Pair:
         batch: Tokens ``(rows, length)``, whose targets are their successors; or a pair of inputs
             and targets; or a table of inputs and of targets, which are called ``labels`` or
             ``target``. Values may be tensors or arrays.
-        is_named: Whether a model of transformers takes the inputs. Labels are then shifted as the
+        is_named: True if a model of transformers takes the inputs. Labels are then shifted as the
             model does: a label is the target of the token before it. A ``target`` is not shifted.
             Without both the tokens are the labels, but for those whose ``attention_mask`` is 0.
 
@@ -248,7 +250,7 @@ def pair_of(batch: object, *, is_named: bool = False) -> Pair:
 
 
 def _shifted(named: dict[str, Tensor], targets: list[str]) -> Pair:
-    """Returns inputs by name, and targets, which are shifted unless they are called so."""
+    """Returns inputs by name, and targets. Labels are shifted; a ``target`` is not."""
     if INPUT_IDS not in named or len(targets) > 1:
         raise TypeError(f"it has the names {[*named]}: expected input_ids, and labels or target")
     tokens = named[INPUT_IDS] = named[INPUT_IDS].long()
@@ -279,9 +281,9 @@ class Texts(NamedTuple):
     """The texts of a job.
 
     Attributes:
-        tokenizer: Makes their tokens, and those of samples; None if there are neither.
-        training: What is trained on; None if a function gives batches.
-        held_out: What is held out; None if there is no such text.
+        tokenizer: Makes the tokens of texts and samples; None if there are neither.
+        training: The training text; None if a function gives batches.
+        held_out: The held-out text; None if there is none.
     """
 
     tokenizer: Tokenizer | None = None
@@ -313,7 +315,7 @@ def read_texts(config: Config) -> Texts:
         digests += [corpus.digest for corpus in (training, held_out) if corpus is not None]
         return Texts(tokenizer, training, held_out), " ".join(digests)
 
-    # Each rank reads by itself, and waits at the lock of the cache for the first one.
+    # Each rank reads the text, and waits at the lock of the cache for the first one.
     texts, digests = agree_keeping("the text", read, timeout_seconds=_READ_SECONDS)
     same("the text", dict(enumerate(digests)))
     return texts
@@ -352,11 +354,11 @@ class Feed:
     """The batches of this rank.
 
     Attributes:
-        what: As above.
-        number: Of the batch that was fetched last.
+        what: The key that names the batches, for messages.
+        number: Number of the batch that was fetched last.
         pair: Inputs and targets of this batch; None if there is none.
-        reply: What other ranks need to know of it: its state, and the elements of its targets and
-            of those of all batches up to it.
+        reply: The batch in numbers, for other ranks: its state, the elements of its targets, and
+            the elements of the targets of all batches up to it.
     """
 
     def __init__(self, source: Source, what: str) -> None:
@@ -370,7 +372,7 @@ class Feed:
         """Fetches a batch on all ranks; returns the replies of all. Every rank must call it.
 
         Raises:
-            PipegradError: As `check` does.
+            PipegradError: If a rank has failed; on all ranks.
         """
 
         def fetched() -> tuple[int, int, int]:
@@ -405,7 +407,7 @@ class Feed:
     def _raise(self) -> None:
         if isinstance(self._error, PipegradError):
             raise self._error
-        # A function of the user has errors in words already. This may be too little memory.
+        # Errors of the user's function are of pipegrad already. This may be too little memory.
         if self._error is not None:
             raise StepError(
                 f"batch {self.number} of {self.what} cannot be made: {in_words(self._error)}"

@@ -1,4 +1,4 @@
-"""Evaluation: what a run measures beside its steps: held-out loss, samples, and memory."""
+"""Evaluation: measures held-out loss, samples and memory between the steps of a run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Evaluation:
         scheduler: The pipeline.
         feed: Held-out batches; None if nothing is measured.
         tokenizer: Makes and reads tokens; None if no text is continued.
-        length: The most tokens that the model is given of a text.
-        device: Of this rank's stages.
+        length: The most tokens of a text that the model gets.
+        device: The device of this rank's stages.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Evaluation:
         self._feed, self._tokenizer = feed, tokenizer
 
     def after(self, step: int) -> dict[str, Any]:
-        """Returns what is due after a step: attributes of `StepMetrics` by name."""
+        """Returns the measurements due after a step: attributes of `StepMetrics` by name."""
         evaluated: dict[str, Any] = {}
         if self._feed is not None and self._is_due(step, self._eval.every):
             means = self._measure(self._feed)
@@ -90,7 +90,7 @@ class Evaluation:
         return tokenizer.decode(tokens)
 
     def _next(self, context: list[int], tokenizer: Tokenizer, generator: torch.Generator) -> int:
-        """Returns the token behind some others, the same on all ranks."""
+        """Returns the token after `context`, the same on all ranks."""
         # Each microbatch needs a row.
         rows = torch.tensor(context).expand(self._scheduler.schedule.num_sequences, -1)
         topology = self._scheduler.topology
@@ -113,7 +113,7 @@ class Evaluation:
 def every_rank(
     sync: GradientSync, values: Sequence[float], device: torch.device
 ) -> list[list[float]]:
-    """Returns for each value those of all ranks, on every rank."""
+    """Returns a list for each value, with the numbers of all ranks, on every rank."""
     row = torch.tensor(values, dtype=torch.float64, device=device)  # counts of bytes are exact
     columns: list[list[float]] = sync.gather(row).T.tolist()
     return columns

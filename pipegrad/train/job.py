@@ -1,4 +1,4 @@
-"""Job: a configuration for a number of ranks. It needs no process group, so plans work offline."""
+"""Job: a configuration for a number of ranks. Plans work offline, without a process group."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Job:
         data: Size of the dimension ``dp``.
         num_shares: Number of parts of a batch, which is the size of all data dimensions.
         generator: The plug-in of the schedule.
-        schedule: What every pipeline rank computes.
-        codecs: Which codec carries what over which hop.
+        schedule: The actions of every pipeline rank.
+        codecs: The codecs of hops, for activations and for gradients.
         handlers: The handlers that reduce gradients, by name.
         reporters: The reporters by name.
         dataset: Makes the batches of an epoch; None if text is read.
@@ -74,7 +74,7 @@ class Job:
         self.config = config
         self._costs = costs
         self.num_ranks, self.pipeline, self.data, self.num_shares = sizes_of(config, num_ranks)
-        # Factories, functions and plug-ins may be modules beside the configuration.
+        # Factories, functions and plug-ins may be modules in the folder of the configuration.
         folder = str(config.path.resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -156,7 +156,7 @@ class Job:
     def loss(self, output: Tensor, target: Tensor) -> Any:  # noqa: ANN401 - the function's own
         """Returns the loss of a microbatch. By default the mean cross-entropy, in fp32.
 
-        With ``train.loss_reduction = "token_mean"`` it is the sum, and how many targets it has.
+        With ``train.loss_reduction = "token_mean"`` it is the sum, and the number of targets.
         """
         if self._loss is not None:
             return self._loss(output, target)
@@ -177,7 +177,7 @@ class Job:
         key = "parallel.pipeline" if boundaries is None else "parallel.boundaries"
         options: dict[str, Any] = {}
         if self.config.model.is_transformers:
-            key = key if boundaries else "model"  # its configuration may be what is wrong
+            key = key if boundaries else "model"  # its configuration may be wrong
         elif not is_sequential(model):
             if example is None and self.dataset is not None:
                 self.config.refuse("data.dataset", "only ranks in a run know what it gives a model")
@@ -194,7 +194,7 @@ class Job:
             self.config.refuse(key, str(error), cause=error)
 
     def placed(self, pair: Pair, topology: Topology, device: torch.device) -> tuple[Inputs, Tensor]:
-        """Returns inputs and targets, on the device what stages of this rank take.
+        """Returns inputs and targets. Tensors that this rank's stages take are on the device.
 
         A chain of layers takes inputs on its first stage. Stages of other models all take them, by
         name: each makes masks and positions of them. The Scheduler compares the rest.
@@ -224,7 +224,7 @@ class Job:
         """Returns the plans of some ranks, or of all ranks.
 
         Raises:
-            PlanError: As `make_plan` does. Also if replicas of a trained parameter would drift
+            PlanError: If `make_plan` raises it. Also if replicas of a trained parameter would drift
                 apart because no handler reduces them.
         """
         plans = make_plans(
@@ -274,7 +274,7 @@ class Job:
         options = self.config.optimizer.options
         trained = [record for record in manifest.parameters if record.requires_grad]
         for plan in plans:
-            # With others, the error says that the model has no matrix.
+            # With others, the error is that the model has no matrix.
             key = "optimizer.others" if trained and others is not None else "optimizer.name"
             made = partial(parts_of, kind, options, others, records=trained, matrices=plan.matrices)
             for part in self._refusing(key, made):
@@ -285,7 +285,7 @@ class Job:
         self, key: str, registry: Registry[Any], choices: Sequence[Choice]
     ) -> dict[str, ResolvedPlugin[Any]]:
         specs = [choice.spec for choice in choices]
-        # Each plug-in is resolved alone first, so that its error names its entry of the list.
+        # Resolve each plug-in alone first, because its error must name its entry of the list.
         for index, spec in enumerate(specs):
             self._refusing(f"{key}[{index}]", registry.resolve, spec)
         return registry.resolve_all(specs)
@@ -301,13 +301,13 @@ class Job:
 
     @property
     def measured_generator(self) -> MeasuredGenerator | None:
-        """What makes the schedules, if it still takes measured times."""
+        """The generator of schedules if it still takes measured times; else None."""
         plugin = self.generator.plugin
         return plugin if isinstance(plugin, MeasuredGenerator) and plugin.wants_times else None
 
     @property
     def choice(self) -> ScheduleChoice | None:
-        """Why the schedule was chosen; None if the configuration names one."""
+        """The chosen schedule and other candidates; None if the configuration names one."""
         plugin = self.generator.plugin
         if not isinstance(plugin, MeasuredGenerator):
             return None
@@ -317,7 +317,7 @@ class Job:
 
     def _codecs(self) -> CodecChoice:
         choice = choice_of(self.config.parallel.codecs)
-        # Which hops are crossed depends on the model; a rank that is none never is.
+        # The model decides which hops are crossed. A hop to a rank that does not exist never is.
         choice.check(list(combinations(range(self.pipeline), 2)))
         return choice
 

@@ -4,7 +4,7 @@
 not leave its peers in a collective: all ranks raise the same error. The order matters:
 
 1. Configuration and device of each rank, alone; then the text, once a machine.
-2. The topology with its process groups; with it each rank knows its data, and has its first batch.
+2. The topology with its process groups. It gives each rank its data, and so its first batch.
 3. The model, which a factory may shard along dimensions of the topology, and its stages on the
    device.
 4. The scheduler with the gradient layer, which evaluates a batch to try the model out.
@@ -83,7 +83,7 @@ _RUN_KEYS = (
     "gradients.master_dtype",
 )
 _RECORDED = 3, 8  # last steps of a run: a half of all, at least and at most so many
-_PREPARE_SECONDS = 600.0  # timeout for the slowest rank to import what the job names
+_PREPARE_SECONDS = 600.0  # timeout for the slowest rank to import the job's functions and plug-ins
 
 
 class Trainer:
@@ -95,15 +95,15 @@ class Trainer:
     Attributes:
         job: The configuration applied to all ranks.
         tracing: Ends the recording of steps, when it is closed.
-        is_of_first_pipeline: Whether this rank is of the pipeline whose timeline is kept.
-        folder: Of the run, when `make_folder` has made it.
+        is_of_first_pipeline: True if this rank is of the pipeline whose timeline is kept.
+        folder: The run's folder; None until `make_folder` has made it.
         saving: Writes the checkpoints of a run.
-        signals: What this process is asked to do.
+        signals: Receives the signals that end this process.
         ended_by: Number of a signal that some rank has received; 0 if there was none.
         first_step: Number of the first step; not 1 if the job goes on from a checkpoint.
         checkpoint: The checkpoint that the job goes on from; None if it begins.
         sync: The gradient layer.
-        scaler: Of the loss, the same on all ranks; None unless ``train.precision = "fp16"``.
+        scaler: The loss scale, the same on all ranks; None unless ``train.precision = "fp16"``.
         summary: Summary of the job, as plain data; empty on other ranks than 0.
         notes: Notes for the user about the checkpoint that the job goes on from.
 
@@ -183,7 +183,7 @@ class Trainer:
         )
         agree("the outline", self._summarize)
         agree("trying the optimizer out", lambda: try_out_optimizer(config, self._device))
-        # All ranks make it together: it agrees by itself.
+        # Not inside of `agree`, because all ranks agree inside of `Scheduler.optimizer` already.
         optimizer = make_optimizer(
             config, partial(self._scheduler.optimizer, group_of=partial(group_of, config))
         )
@@ -206,7 +206,7 @@ class Trainer:
         Raises:
             StepError: If the gradients are not finite, unless such steps are skipped. On all
                 ranks, and parameters are unchanged.
-            PipegradError: As `GradientSync` does.
+            PipegradError: If `GradientSync` raises it.
         """
         with self.sync.bounded(f"step {number}"):
             metrics = self._train(number)
@@ -235,7 +235,7 @@ class Trainer:
             self.sync.tape.note("host", BATCH, fetching)
         update = self._update.make(number)
         loss, metrics = result.loss.item(), result.metrics
-        if number == config.train.steps:  # what follows, as a checkpoint, is not of this step
+        if number == config.train.steps:  # later work, such as a checkpoint, is not of this step
             self.tracing.close()
         statistics, now = self.sync.statistics(), time.perf_counter()
         # The columns of a table with a row for each rank.
@@ -266,7 +266,7 @@ class Trainer:
             ],
             self._device,
         )
-        # All ranks have the same numbers, so they stop after the same step.
+        # All ranks stop after the same step, because they have the same numbers.
         self.ended_by = int(max(signals))
         ranks_of_batch = self.job.num_ranks // self.job.num_shares
         return StepMetrics(
@@ -288,7 +288,7 @@ class Trainer:
         )
 
     def recorded(self) -> AbstractContextManager[Recording | None]:
-        """Returns what records the last steps of a run, if ``train.trace`` says so."""
+        """Returns a recorder of the last steps of a run, if ``train.trace`` is true."""
         train, (least, most) = self.job.config.train, _RECORDED
         steps = max(least, min(most, train.steps // 2))
         return record(self._scheduler, steps=steps) if train.trace else nullcontext()
@@ -304,7 +304,7 @@ class Trainer:
         save_model(self.job.config, self._cut, folder)
 
     def make_folder(self, begin: Callable[[Path], None]) -> Path:
-        """Returns the run's folder, which rank 0 makes: a new one, or that of the run that goes on.
+        """Returns the run's folder: a new one that rank 0 makes, or the old one of a resumed run.
 
         Args:
             begin: Called on rank 0 with the folder, to open the files of the run.
@@ -362,7 +362,7 @@ class Trainer:
     def _make_saver(
         self, optimizer: torch.optim.Optimizer, text: Corpus | None
     ) -> checkpoint.Saver:
-        """Makes what writes checkpoints; every rank must call it."""
+        """Makes the writer of checkpoints; every rank must call it."""
         config = self.job.config
         self._state = checkpoint.State(
             self._scheduler,
@@ -383,8 +383,8 @@ class Trainer:
         )
 
     def _summarize(self) -> None:
-        """Makes the summary, and frees what other ranks hold of the model that a factory made."""
-        # Only rank 0 prints it. The plans alone have the same errors, so other ranks make those.
+        """Makes the summary, and frees the cut of a model that a factory made."""
+        # Only rank 0 prints it. Other ranks make the plans, because these raise the same errors.
         assert self._cut is not None
         self.summary: dict[str, Any] = {}
         if dist.get_rank() == 0:
@@ -444,7 +444,7 @@ def _differences(saved: Mapping[str, str], run: Mapping[str, str]) -> list[str]:
 def run(trainer: Trainer, report: Report) -> int:
     """Makes the steps of a run; every rank must call it. Returns the exit code of the process.
 
-    It is 0, or that of the signal by which the run was ended.
+    It is 0, or the exit code of the signal that ended the run.
 
     Raises:
         PipegradError: If a step fails, the last checkpoint cannot be written, or replicas differ.
@@ -481,7 +481,7 @@ def run(trainer: Trainer, report: Report) -> int:
 
 
 def _begins(trainer: Trainer, folder: Path) -> str:
-    """Returns where a run writes, and why not where the user said."""
+    """Returns a line with the folder of a run, and a reason if it is not ``train.output``."""
     if trainer.first_step > 1:
         return f"writes into {folder}, from step {trainer.first_step} on"
     output = path_of(trainer.job.config.train.output)
@@ -490,14 +490,14 @@ def _begins(trainer: Trainer, folder: Path) -> str:
 
 
 def _end(trainer: Trainer, report: Report, folder: Path, recording: Recording | None) -> None:
-    """Checks replicas, prints the summary, and writes what a whole run leaves."""
+    """Checks replicas, prints the summary, and writes the model and timeline of a whole run."""
     config, is_first_rank = trainer.job.config, dist.get_rank() == 0
     if was_complete := trainer.first_step > config.train.steps:
         report.note(
             f"all {config.train.steps} steps are made already: {trainer.checkpoint}; for more, "
             f"set train.steps higher"
         )
-    # All ranks raise the same DriftError. What people see of the run is printed before.
+    # All ranks raise the same DriftError. The summary of the run is printed before.
     try:
         trainer.sync.check_replicas()
     except DriftError:
@@ -508,7 +508,7 @@ def _end(trainer: Trainer, report: Report, folder: Path, recording: Recording | 
         trainer.save_model(folder / "model")
     if was_complete:
         return
-    # At last: a run that has made its steps and saved its model does not fail for its timeline.
+    # Last, because a run that has made its steps and saved its model must not fail for a timeline.
     timeline = None
     try:
         if recording is not None and trainer.is_of_first_pipeline:

@@ -1,4 +1,4 @@
-"""The optimizer of a rank, its learning-rate schedules, and what a step does with its gradients."""
+"""The optimizer of a rank, its learning-rate schedules, and the update at the end of a step."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def _made(
     # torch checks values of options itself, with many kinds of errors.
     try:
         return make()
-    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+    except Exception as error:  # noqa: BLE001 - any error of torch about an option
         config.refuse(key, f"{names} will not take that: {error}", cause=error)
 
 
 def kinds(config: Config) -> tuple[type, Callable[..., torch.optim.Optimizer] | None]:
-    """Returns the class of the optimizer, and what makes the optimizer of the others, if any.
+    """Returns the class of the optimizer, and the factory of the others' optimizer, if any.
 
     Raises:
-        ConfigError: As `make_optimizer`.
+        ConfigError: If torch has no such optimizer, or if it does not take these options.
     """
     choice = config.optimizer
     kind = _kind(config, "optimizer", choice)
@@ -69,7 +69,7 @@ def kinds(config: Config) -> tuple[type, Callable[..., torch.optim.Optimizer] | 
     else:
         of_vectors = _kind(config, "optimizer.others", choice.others)
         others = partial(of_vectors, **choice.others.options)
-    # An option that has no effect is an error: the user believes that it works.
+    # An option without effect is an error, because the user believes that it works.
     decay = "weight_decay" in inspect.signature(of_vectors).parameters
     if not (choice.decay_norms_and_biases or decay):
         name = of_vectors.__name__
@@ -125,19 +125,19 @@ def _step(
     optimizer = _made(config, key, part.name, make)
     try:
         optimizer.step()
-    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+    except Exception as error:  # noqa: BLE001 - any error of torch about an option
         config.refuse(key, f"its first step fails: {error!r}", cause=error)
     return optimizer
 
 
 def _try_out(config: Config, schedule: LRScheduler, last: int) -> None:
-    """Makes the first steps of a learning-rate schedule, and its last one: more tell no more."""
+    """Makes the first steps of a learning-rate schedule, and its last one, to find its errors."""
     try:
         advance(schedule, min(last, 2))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch would rather make all steps
             schedule.step(last)
-    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+    except Exception as error:  # noqa: BLE001 - any error of torch about an option
         complaint = f"fails within {config.train.steps} steps: {error!r}"
         config.refuse("optimizer.schedule", complaint, cause=error)
     rate = float(schedule.optimizer.param_groups[0]["lr"])
@@ -160,7 +160,7 @@ def make_learning_rate(config: Config, optimizer: torch.optim.Optimizer) -> LRSc
     parts = config.optimizer.schedule
     if not parts:
         return None
-    # All schedules are made first, so the error of a single schedule comes before that of the list.
+    # Make all schedules first, because an error of one must come before an error of the list.
     schedulers = [_scheduler(config, index, part, optimizer) for index, part in enumerate(parts)]
     for index, part in enumerate(parts):
         if (part.steps is None) != (index == len(parts) - 1):
@@ -197,7 +197,7 @@ def _scheduler(
         config.refuse(key, f"it {complaint}")
     try:
         scheduler: LRScheduler = kind(optimizer, **part.options)
-    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+    except Exception as error:  # noqa: BLE001 - any error of torch about an option
         config.refuse(key, f"torch will not take that: {error!r}", cause=error)
     return scheduler
 
@@ -212,12 +212,12 @@ def _known(name: str, known: dict[str, Any]) -> str:
 
 
 class Updated(NamedTuple):
-    """What an update was, the same on all ranks.
+    """The result of an update, the same on all ranks.
 
     Attributes:
-        grad_norm: Of all gradients before clipping.
+        grad_norm: Norm of all gradients before clipping.
         learning_rate: The largest of all parameter groups.
-        note: Why the step was skipped; None if it was not, or if many before it were.
+        note: A line about a skipped step; None if it was not skipped, or if many before it were.
     """
 
     grad_norm: float
@@ -251,7 +251,7 @@ class Update:
         self._in_a_row = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps. All ranks have the same."""
+        """Returns the state for a checkpoint. All ranks have the same."""
         return {
             "skipped": self.skipped,
             "in_a_row": self._in_a_row,
@@ -259,7 +259,7 @@ class Update:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what a checkpoint has kept. A run without a loss scale leaves that out."""
+        """Takes the state of a checkpoint. A run without a loss scale leaves the scale out."""
         self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
@@ -297,7 +297,7 @@ class Update:
 
     def _skip(self, number: int, norm: float) -> str | None:
         """Drops the gradients; returns a line about it, or None if there were many before."""
-        # The norm has the same bits on all ranks. So all ranks come here, or none.
+        # All ranks come here, or none, because the norm has the same bits on all ranks.
         found = self._sync.non_finite()
         if not self._skips:
             raise _refusal(number, norm, found)

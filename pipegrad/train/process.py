@@ -4,25 +4,25 @@
 this unwinds C++ code, the process aborts, and torchrun takes an abort for a failed job. This
 happened after errors, to threads that waited in torch for peers that were gone. It also happened
 to one or two of about 150 runs that had ended well, probably because threads of comm streams were
-not joined yet. So exit functions run, and then the process ends without finalization.
+not joined yet. Therefore exit functions run, and then the process ends without finalization.
 
 [Note: a store outlives its ranks] torchrun keeps one key-value store for all its restarts. There a
-new rank finds the address of a rank that was killed, and cannot reach it. The number of restarts
-cannot tell the starts apart: torchrun counts on each machine alone. So rank 0 draws a name for each
-start. The other ranks answer with names of their own, and rank 0 writes whom it has heard. A rank
-that reads the name of an earlier start does not find itself there, and reads again.
+new rank finds the address of a rank that was killed, and cannot reach it. Rank 0 draws a name for
+each start, because the number of restarts does not identify it: torchrun counts on each machine
+alone. The other ranks answer with names of their own, and rank 0 writes a list of the answers. A
+rank that reads the name of an earlier start does not find itself in its list, and reads again.
 
-A run that is asked to end saves first. Of a failure there is one report for all ranks: that of the
-watch (`pipegrad.comm.watch`). The rank that has made it prints it. torchrun gets the cause on each
+A run that receives a signal saves first. A failure has one report for all ranks, which the watch
+makes (`pipegrad.comm.watch`). The rank that has made it prints it. torchrun gets the cause on each
 machine, and prints it last.
 
 [Note: a signal in a step] A signal may reach one rank alone, at any moment. It only sets a number.
-The ranks exchange it in the message of metrics that every step makes. So all ranks stop after the
-same step.
+All ranks stop after the same step, because they exchange this number in the message of metrics
+after every step.
 
-Python calls a handler in the main thread, between two of its instructions. A rank that waits in a
-collective makes none. So a thread reads the signals from a file, into which Python writes each
-signal at once. Then a second signal ends a process that hangs, too.
+A thread reads the signals from a socket, into which Python writes each signal at once. Python's own
+handlers would be too late, because they run in the main thread between two instructions, and a rank
+that waits in a collective executes none. Therefore a second signal ends even a process that hangs.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ _LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Launchers send a signal again that the terminal or the cluster has already sent to each process.
 _ECHO_SECONDS = 1.0
-_LATER_SECONDS = 0.5  # for the rank that prints the report: who ends first makes torchrun end all
+_LATER_SECONDS = 0.5  # the rank that prints the report ends first: then torchrun ends all others
 
 
 def device_of_rank(config: Config) -> torch.device:
-    """Returns this rank's device; ``auto`` is the CPU unless every local rank has a CUDA card."""
+    """Returns this rank's device; ``auto`` is the CPU unless every local rank has a CUDA GPU."""
     # Without torchrun this process is the only rank of its machine.
     local, num_local = (int(os.environ.get(n, d)) for n, d in _LOCAL.items())
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -105,7 +105,7 @@ def device_of_rank(config: Config) -> torch.device:
 
 
 def automatic_kind() -> str:
-    """Returns "cuda" if each rank of this machine has a CUDA card, else "cpu"."""
+    """Returns "cuda" if each rank of this machine has a CUDA GPU, else "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     has_own = accelerator is not None and accelerator.type == "cuda"
@@ -138,7 +138,7 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
         return
     _check_environment(os.environ)
     # CUDA puts all streams into 8 hardware queues. A kernel that waits in a queue holds up all
-    # behind it: measured on an H200, a kernel waited 79 ms, and 20 with this (benchmarks/card).
+    # after it: measured on an H200, a kernel waited 79 ms, and 20 with this (benchmarks/card).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if "RANK" not in os.environ:
         dist.init_process_group(_backends(), store=HashStore(), rank=0, world_size=1)
@@ -151,8 +151,8 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
     watched = watch()
     if watched is not None:
         watched.ends_process = True
-    # From here on every way out ends in `os._exit`. The exit code must be right all the same, as
-    # torchrun decides by it whether the job has failed.
+    # From here on every way out ends in `os._exit`. The exit code must be right all the same,
+    # because torchrun decides by it whether the job has failed.
     code = 0
     try:
         # Until the process ends: torchrun sends SIGTERM when it sees another rank end.
@@ -185,7 +185,7 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
 
 
 def _end_late() -> None:
-    """Ends a process whose run has ended, and which does not."""
+    """Ends a process that still runs long after the end of its run."""
     names = [t.name for t in threading.enumerate() if not t.daemon and t.name != "MainThread"]
     print(  # noqa: T201
         f"Error: the run has ended, but not its process; threads that still run: {names}",
@@ -198,8 +198,8 @@ def _end_late() -> None:
 def _end_at_once(number: int) -> None:
     """Ends this process by a signal, outside of the steps of a run: there is nothing to save."""
     watched = watch()
-    # A launcher that sees one rank end sends SIGTERM to all others. Then the last words of this
-    # process are the report, and the watch ends the process if the main thread does not.
+    # Let the report be printed if there is one, because a launcher that sees one rank end sends
+    # SIGTERM to all others. The watch ends the process if the main thread does not.
     if watched is not None and watched.has_alarm_soon():
         return
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -234,7 +234,7 @@ def _check_environment(variables: Mapping[str, str]) -> None:
 def _backends() -> str:
     """Returns the backends of the default group: of the CPU, and of an accelerator.
 
-    Without a name torch makes that of the accelerator alone.
+    Without names, torch would make the accelerator's backend alone.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -292,7 +292,7 @@ def store_of_start(store: Store, rank: int, size: int, timeout_seconds: float) -
         MessageError: If another program has written into the store.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return store  # rank 0 keeps it, so it ends with the ranks
+        return store  # it ends with the ranks, because rank 0 keeps it
     own, signed = uuid.uuid4().hex, SignedStore(store)
     if rank == 0:
         signed.set(_KEY, own)
@@ -381,7 +381,7 @@ def exit_code(number: int) -> int:
 
 
 def show_in(folder: Path) -> None:
-    """Lets the report of a failure stand in a run's folder, too."""
+    """Writes the report of a later failure into a run's folder, too."""
 
     def show(report: FailureReport) -> None:
         _print(report.text)
@@ -393,14 +393,14 @@ def show_in(folder: Path) -> None:
 
 
 def fail(error: BaseException, folder: Path | None, *, shows_traceback: bool) -> int:
-    """Prints what has failed, once for all ranks; returns the exit code.
+    """Prints a failure, once for all ranks; returns the exit code.
 
     It takes some seconds at most, also if other ranks are gone.
     """
     file = _write_traceback(error, folder, shows=shows_traceback)
     note = f" (traceback: {file})" if file else ""
     watched = watch()
-    # In a process group of the caller, whose ranks go on, nobody may end the job.
+    # Do not end the job in a process group of the caller, because its ranks go on.
     if watched is None or not watched.ends_process:
         words = str(error) if isinstance(error, PipegradError) else failure_of(error).error
         once_a_machine(partial(_print, f"{words}{note}"))

@@ -1,7 +1,7 @@
-"""Rendering: what commands show of a job or of a step, as parts that rich prints.
+"""Rendering: turns a job or a step into parts that rich prints.
 
-A plan is one replica in about a screen. An explanation says where a step went, why, and what would
-help.
+A plan is one replica in about a screen. An explanation has the time of each rank in a step, the
+critical path, and advice.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def rendered_summary(summary: Mapping[str, Any], schedule: Schedule) -> Iterator
 
 
 def _grid(schedule: Schedule) -> list[str]:
-    """Returns the grid; of a large one, what is in its middle is left out."""
+    """Returns the grid, without the middle of a large one."""
     lines, shown = f"{schedule}".split("\n"), list[str]()
     width = max(map(len, lines))  # so that a column is the same time in all rows
     for line in lines:
@@ -168,7 +168,7 @@ def ranks_in_words(spans: Sequence[Sequence[int]]) -> str:
 
 
 def rendered_explanation(explanation: Explanation) -> Iterator[RenderableType]:
-    """Yields where a step went, why, and what would help."""
+    """Yields the time of each rank in a step, the critical path, and advice."""
     breakdown = explanation.breakdown
     yield sentence(explanation)
     yield table(breakdown.columns(), breakdown.rows(), _ROWS)

@@ -1,4 +1,4 @@
-"""Report: what a run writes of its steps, and what people see of it."""
+"""Report: gives the steps of a run to its reporters, and prints its end."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def manifest_of(config: Config, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Report:
-    """Gives every step of a run to the reporters at once, so nothing is lost if the run fails."""
+    """Gives every step of a run to the reporters at once. Nothing is lost if the run fails."""
 
     def __init__(self, console: Console, job: Job) -> None:
         self._console = console
         self._config = job.config
         self._reporters = {name: resolved.plugin for name, resolved in job.reporters.items()}
-        # A run may have millions of steps. So the summary is of the last ones.
+        # The summary is of the last steps, because a run may have millions.
         self._first: StepMetrics | None = None
         self._last = deque[StepMetrics](maxlen=_KEPT_STEPS)
         self._num_steps = 0
@@ -66,7 +66,7 @@ class Report:
             OSError: If a reporter cannot write there. No reporter is open then.
         """
         if first_step == 1 or not (folder / MANIFEST).exists():
-            # What redaction does not know as a secret is for nobody else either.
+            # Only this user may read the file, because redaction may miss a secret.
             content = f"{json.dumps(manifest, indent=2)}\n".encode()
             run_files.replace(folder / MANIFEST, content, permissions=0o600)
         with ExitStack() as opened:
@@ -108,8 +108,8 @@ class Report:
         """Prints the end of a run: a sentence on its steps, a table, and where the rest is."""
         first, last = self._first, self._last[-1]
         assert first is not None
-        # The first steps make communicators and fill caches. So times are taken from the second
-        # half of the run, or from the last steps that are kept.
+        # Take times from the second half of the run, or from the last steps that are kept, because
+        # the first steps make communicators and fill caches.
         later = list(self._last)[-(self._num_steps - self._num_steps // 2) :]
         if timeline is not None:
             noted = _with_notes(timeline, self._config, summary, later)
@@ -142,7 +142,7 @@ class Report:
 def _with_notes(
     timeline: Timeline, config: Config, summary: Mapping[str, Any], steps: Sequence[StepMetrics]
 ) -> Timeline:
-    """Returns a timeline with what its explanation needs to know of the run."""
+    """Returns a timeline with the facts of the run that its explanation needs."""
     seconds = sorted(m.step_seconds for m in steps)
     middle, quarter = statistics.median(seconds), len(seconds) // 4
     elapsed = steps[-1].elapsed_seconds - steps[0].elapsed_seconds

@@ -1,15 +1,16 @@
-"""The folder of a run: who works in it, and what a run goes on from.
+"""The folder of a run: its lock, its metrics, and the checkpoint that a run goes on from.
 
-A new run has a new folder, so no run overwrites another. One job at a time works in it.
+A new run has a new folder, because no run may overwrite another. One job at a time works in it.
 ``manifest.json`` describes the run.
 
 [Note: what a run goes on from]
 1. ``train.resume`` names a checkpoint: a new run begins with its values.
 2. It names the folder of a run: this run goes on in this folder, from its newest checkpoint.
 3. It is "auto": as 2, with the folder ``train.output`` itself. A new run begins there if it does
-   not exist, and again if it has no checkpoint. So ranks that a launcher starts again go on.
+   not exist, and again if it has no checkpoint. For example, ranks that a launcher starts again go
+   on.
 
-Nobody looks who owns a folder: see docs/trust.md. A link in it is not followed.
+The owner of a folder is not checked: see docs/trust.md. A link in it is not followed.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ class RunLock:
     worker of the data that outlives the process does not hold it, as it would with `fcntl.flock`.
 
     Raises:
-        HeldError: If another process holds it. The message says which.
-        OSError: If there can be no such file, or something else is in its place.
+        HeldError: If another process holds it. The message names the process.
+        OSError: If there can be no such file, or an entry of another kind has its name.
     """
 
     def __init__(self, folder: Path) -> None:
-        # A number, and no file object: what forgets this lock does not release it.
+        # A number and no file object, because dropping this object must not release the lock.
         self._file = run_files.open_to_change(folder / LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,10 +88,10 @@ class RunLock:
 
 
 def locked_origin(config: Config) -> tuple[Path | None, Path | None, RunLock | None]:
-    """Returns what `find_origin` does, and the lock of the folder that the run goes on in.
+    """Returns the result of `find_origin`, and the lock of the folder that the run goes on in.
 
     Raises:
-        ConfigError: As `find_origin`, or if another process works in this folder.
+        ConfigError: If `find_origin` raises it, or another process works in this folder.
     """
     folder, checkpoint = find_origin(config)
     if folder is None:
@@ -99,18 +100,18 @@ def locked_origin(config: Config) -> tuple[Path | None, Path | None, RunLock | N
         lock = RunLock(folder)
     except OSError as error:
         config.refuse("train.resume", str(error), cause=error)
-    # Until it was locked, another job may have written there.
+    # Look again, because another job may have written there before it was locked.
     return *find_origin(config), lock
 
 
 def find_origin(config: Config) -> Origin:
-    """Returns where a run goes on from; see [Note: what a run goes on from].
+    """Returns the folder and the checkpoint of a run; see [Note: what a run goes on from].
 
-    One rank decides for all, since a folder may change at any time.
+    One rank decides for all, because a folder may change at any time.
 
     Raises:
-        ConfigError: If what ``train.resume`` names cannot be read, or no run has made the folder
-            ``train.output`` of "auto".
+        ConfigError: If the checkpoint of ``train.resume`` cannot be read, or no run has made the
+            folder ``train.output`` of "auto".
     """
     if config.train.resume is None:
         return None, None
@@ -132,7 +133,7 @@ def find_origin(config: Config) -> Origin:
 
 
 def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:
-    """Makes the folder ``train.output``, with a number behind it if it exists already.
+    """Makes the folder ``train.output``, with a number at its end if it exists already.
 
     Args:
         config: The configuration.
@@ -183,12 +184,12 @@ def continue_run_folder(
 ) -> str:
     """Prepares the folder of a run that goes on after a step; returns its path.
 
-    Removes what the run did after this step: rows of its metrics, and unfinished checkpoints.
+    Removes the rows of later steps from its metrics, and unfinished checkpoints.
 
     Args:
         config: The configuration.
-        folder: Of the run.
-        step: The last one that it has made.
+        folder: The run's folder.
+        step: The last step that the run has made.
         begin: Called with the folder, to open the files of the run.
 
     Raises:
@@ -225,8 +226,8 @@ def refuse_unseen(config: Config, folder: Path, *, is_new: bool) -> None:
         ConfigError: If a rank does not see it; on all ranks.
     """
 
-    # A rank of another machine may have a folder of this name on a disk of its own. The lock says
-    # which process has it since when, so it is another one there.
+    # Compare the lock files, because a rank of another machine may have a folder of this name on a
+    # disk of its own. There the lock has another process or another time.
     def holder() -> str:
         with suppress(OSError):
             return run_files.read(folder / LOCK).decode(errors="replace")

@@ -19,8 +19,8 @@ from pipegrad.plugins.registry import closest_first
 class Table(BaseModel):
     """A table whose keys are all known."""
 
-    # Strict and without unknown keys: a typing error must not become a default value. Infinite
-    # numbers are refused, as they would only fail in a later step.
+    # Strict and without unknown keys, because a typing error must not become a default value. No
+    # infinite numbers, because they would only fail in a later step.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -89,7 +89,7 @@ Dimensions = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_
 
 
 class Gradients(Table):
-    """How gradients travel."""
+    """The reduction of gradients: buckets, dtypes, clipping and checks."""
 
     bucket_bytes: int = Field(
         default=GradientOptions.bucket_bytes,
@@ -137,7 +137,7 @@ class Gradients(Table):
 
 
 class Model(Table):
-    """Which model: one of `factory`, `pretrained` and `config`."""
+    """The model: one of `factory`, `pretrained` and `config`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -183,7 +183,7 @@ class Model(Table):
 
 
 class Parallel(Table):
-    """Which rank does what."""
+    """The work of each rank: mesh, stages, schedule and codecs."""
 
     pipeline: int | None = Field(
         default=None,
@@ -239,7 +239,7 @@ class Parallel(Table):
 
 
 class Data(Table):
-    """What is trained on: text, or the batches of a function."""
+    """The training data: text, or the batches of a function."""
 
     files: FileList = Field(
         default=[],
@@ -275,7 +275,7 @@ class Data(Table):
 
 
 class Eval(Table):
-    """What is measured and shown beside the training."""
+    """Measurements and samples during the training."""
 
     every: int | None = Field(
         default=None,
@@ -320,7 +320,7 @@ class LearningRate(Named):
 
 
 class Optimizer(Named):
-    """Which optimizer, and its options as torch.optim spells them."""
+    """The optimizer, and its options as torch.optim spells them."""
 
     name: str = Field(
         default="AdamW", description="a class of torch.optim; further keys are its own"
@@ -343,7 +343,7 @@ class Optimizer(Named):
 
 
 class Train(Table):
-    """How long to train, and where to write."""
+    """The run: its steps, loss and precision, its folder and its checkpoints."""
 
     steps: int = Field(default=100, ge=1, description="number of optimizer steps")
     seed: int = Field(

@@ -39,10 +39,10 @@ _PREPARE_SECONDS = 600.0  # timeout for the slowest rank to make or to try the m
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
 _DTYPES = ("float32", "bfloat16", "float16")
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-# What lies beside a tokenizer.json and belongs to it.
+# Files in the folder of a tokenizer.json that belong to it.
 _BESIDE = (_TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 _PLAIN_TOKENIZER = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
-RANDOM = "the next random number"  # sorts behind names of parameters
+RANDOM = "the next random number"  # sorts after names of parameters
 
 
 def build_stages(
@@ -82,7 +82,8 @@ def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer |
     uncut = job.model() if config.model.is_transformers else None
     inputs = None if feed.pair is None else feed.pair[0]
     if uncut is None and job.dataset is not None and inputs is not None:
-        # Data ranks may have sequences of other lengths, and all must cut alike.
+        # Take one rank's rows, because data ranks may have sequences of other lengths, and all must
+        # cut alike.
         named = {"": inputs} if isinstance(inputs, Tensor) else inputs
         rows = {name: tensor[:2].cpu().clone() for name, tensor in named.items()}
         looked: Mapping[str, Tensor] = agree("a look at the first batch", lambda: rows)[0]
@@ -127,7 +128,7 @@ def try_out(
         modules: This rank's stages.
         feed: Has the first batch of this rank.
         tokenizer: Makes the tokens of a text.
-        device: Of this rank's stages.
+        device: The device of this rank's stages.
 
     Raises:
         ConfigError: If the model or the loss fails, or the loss is not finite; on all ranks.
@@ -170,8 +171,8 @@ def try_out(
 def digests_of(modules: Sequence[nn.Module]) -> dict[str, str]:
     """Returns a digest of the bits of each parameter and buffer of stages, by name.
 
-    What a factory has drawn has one too. It shows that ranks have drawn alike, also for layers that
-    only one of them keeps. Call this right after the model was made.
+    The state of the random generators has a digest, too. It shows that ranks have drawn alike, also
+    for layers that only one of them keeps. Call this right after the model was made.
     """
     named = [n for m in modules for n in chain(m.named_parameters(), m.named_buffers())]
     drawn = repr((random.getstate(), np.random.get_state())).encode()
@@ -198,8 +199,8 @@ def check_alike(config: Config, replies: Sequence[tuple[object, Mapping[str, str
     Raises:
         ConfigError: If values differ. Names a parameter that differs, and two ranks.
     """
-    # Ranks of one location must have the same values. Other locations may hold other shards. A rank
-    # has values of its own stages only, so each name has a first rank of its own.
+    # Ranks of one location must have the same values. Other locations may hold other shards. Each
+    # name has its own first rank, because a rank has values of its own stages only.
     first: dict[tuple[object, str], tuple[int, str]] = {}
     for rank, (location, digests) in enumerate(replies):
         for name, own in sorted(digests.items()):
@@ -220,7 +221,7 @@ def largest_first(config: Config, tokenizer: Tokenizer) -> Tensor:
     return tokens.remainder(tokenizer.size)[None]
 
 
-# What ``[model] pretrained`` or ``config`` names. Every rank makes the uncut model without memory,
+# Models of ``[model] pretrained`` or ``config``. Every rank makes the uncut model without memory,
 # cuts it, and gives its own stages their values.
 
 
@@ -249,7 +250,7 @@ def uncut_model(config: Config) -> Any:  # noqa: ANN401 - a PreTrainedModel
 
 
 def _named(config: Config) -> tuple[str, Path]:
-    """Returns the key that names the model, and what it names."""
+    """Returns the key that names the model, and the path that the key has."""
     if config.model.pretrained is not None:
         return "model.pretrained", beside(config, config.model.pretrained)
     assert config.model.config is not None
@@ -284,7 +285,7 @@ def _check_length(config: Config, key: str, model: Any, length: int) -> None:  #
 
 
 def positions(model: Any) -> int:  # noqa: ANN401
-    """Returns how many tokens a model takes; no limit is `sys.maxsize`."""
+    """Returns the number of tokens that a model takes; `sys.maxsize` without a limit."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return longest if longest and longest > 0 else sys.maxsize  # XLNet's is -1
 

@@ -1,7 +1,7 @@
 """Summary: stages, ties, routes and the plans of one replica, as plain data that fits into JSON.
 
-A summary has the ranks of one replica alone. `check_routes` has checked that other replicas do the
-same, so their sums are multiples.
+A summary has the ranks of one replica alone. Sums over all ranks are multiples, because
+`check_routes` has checked that other replicas do the same.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def make_summary(
         job: The job.
         cut: The stages of all ranks.
         manifest: The model that its ranks agreed on, or will agree on.
-        costs: Of computing and sending; without them, times are in units.
+        costs: Costs of computing and sending; without them, times are in units.
 
     Raises:
-        PlanError: As `Job.plans` does.
-        ScheduleError: If the costs are not those of the job's stages.
+        PlanError: If `Job.plans` raises it.
+        ScheduleError: If the costs do not fit the job's stages.
     """
     topology = job.topology()
     plans = job.plans(manifest, ranks=topology.one_replica)
@@ -91,22 +91,22 @@ def make_summary(
 
 
 def summarize_rank(job: Job, manifest: Manifest, rank: int) -> dict[str, Any]:
-    """Returns what one rank does, as plain data: its plan, and the items of its Program.
+    """Returns the plan of one rank, and the items of its Program, as plain data.
 
-    Each stage hands one value to the next; a job learns the rest in its first step.
+    Here each stage passes one value to the next, because a job finds the others in its first step.
 
     Raises:
-        PlanError: As `Job.plans` does, or if there is no such rank.
+        PlanError: If `Job.plans` raises it, or there is no such rank.
     """
     plan, program, own = _of_rank(job, manifest, rank)
     return plan_data(plan) | {"pipeline_rank": own, "program": program.listing(own).split("\n")}
 
 
 def rank_as_text(job: Job, manifest: Manifest, rank: int) -> str:
-    """Returns the same as text.
+    """Returns the result of `summarize_rank` as text.
 
     Raises:
-        PlanError: As `summarize_rank` does.
+        PlanError: If `summarize_rank` raises it.
     """
     plan, program, own = _of_rank(job, manifest, rank)
     return f"{plan}\n\npipeline {program.listing(own)}"
@@ -169,7 +169,7 @@ def predicted(job: Job, manifest: Manifest, costs: Costs | None = None) -> Timel
     """Returns the timeline of a step, simulated.
 
     Raises:
-        ScheduleError: If the costs are not those of the job's stages.
+        ScheduleError: If the costs do not fit the job's stages.
     """
     program, plans = lower(job.schedule), job.plans(manifest, ranks=job.topology().one_replica)
     timeline = simulate(program, _of_job(job, plans, program, costs)).timeline
@@ -239,7 +239,7 @@ def _ties(job: Job, manifest: Manifest) -> Iterator[dict[str, Any]]:
 
 
 def _routes(job: Job, manifest: Manifest, plans: Mapping[int, Plan]) -> Iterator[dict[str, Any]]:
-    """Yields for each route how many parameters take it."""
+    """Yields each route, with its numbers of parameters and elements."""
     # Several ranks have a plan for the same parameter. It counts once, at its lowest rank.
     seen = set[str]()
     rows: dict[str, dict[str, Any]] = {}
@@ -258,7 +258,7 @@ def _routes(job: Job, manifest: Manifest, plans: Mapping[int, Plan]) -> Iterator
 
 
 def _links(program: Program, costs: Costs | None) -> Iterator[dict[str, Any]]:
-    """Yields for each direction between two pipeline ranks what a step sends."""
+    """Yields the messages and bytes of a step, for each direction between two pipeline ranks."""
     channels: dict[tuple[int, int], list[int | None]] = {}
     for channel in program.channels:
         link = program.links[channel.link]
@@ -307,7 +307,7 @@ def _pipeline_ranks(
 
 
 def _gradient_bytes(plan: Plan, stages: Iterable[Mapping[str, Any]]) -> int:
-    """Returns the bytes of the gradients: the buckets, and what is in none of them."""
+    """Returns the bytes of the gradients: in buckets, and outside of buckets."""
     in_buckets = sum(slot.numel for bucket in plan.buckets for slot in bucket.slots)
     rest = plan.trained_numel - in_buckets
     width = max((s["bytes"] // s["elements"] for s in stages if s["elements"]), default=0)
@@ -315,7 +315,7 @@ def _gradient_bytes(plan: Plan, stages: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _launched(buckets: Iterable[Bucket], topology: Topology) -> Iterator[tuple[int, int]]:
-    """Yields for each reduction of a bucket how many ranks launch it, and their bytes."""
+    """Yields the number of ranks that launch each reduction of a bucket, and their bytes."""
     replicas = len(topology.ranks) // topology.size(topology.pipeline)
     for bucket in buckets:
         ranks = replicas * len({topology.stage_to_rank[stage] for stage in bucket.holders})

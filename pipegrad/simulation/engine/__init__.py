@@ -1,1 +1,1 @@
-"""What happens next in a simulation: ranks, messages, NICs, comm streams and bytes."""
+"""The engine of a simulation: events, messages, NICs, comm streams and memory."""

@@ -1,4 +1,4 @@
-"""Flows: bytes that share NICs, and the events of a simulation. When does each message end?"""
+"""Flows: bytes that share NICs, and the events of a simulation. Finds when each message ends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from pipegrad.simulation.costs import Network
 
-# Yields what it waits for: a time in seconds, or an event. It is sent the time at which it goes on.
+# Yields a time in seconds, or an event, to wait for it. It is sent the time at which it goes on.
 Process = Generator[Hashable, float, None]
 
 
 class Events:
-    """Runs processes and calls methods in order of time; at one time in the order of asking."""
+    """Runs processes and calls methods in order of time; at one time in the order of `at`."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -24,7 +24,7 @@ class Events:
         self._sleepers = defaultdict[Hashable, list[Process]](list)
 
     def at(self, seconds: float, method: Callable[..., None], *arguments: object) -> None:
-        """Asks for the call ``method(seconds, *arguments)`` at that time."""
+        """Schedules the call ``method(seconds, *arguments)`` for that time."""
         self._sequence += 1
         heappush(self._heap, (seconds, self._sequence, method, arguments))
 
@@ -55,7 +55,7 @@ class Events:
             self._sleepers[wanted].append(process)
 
 
-Nic = tuple[int, int]  # 0 for what leaves and 1 for what enters, and a host
+Nic = tuple[int, int]  # 0 for bytes that leave and 1 for bytes that enter, and a host
 # Rates are computed for the NICs that a begin or an end can touch. A chain of messages may join
 # all NICs of a large cluster, and then rates further away are left as they are.
 _MOST_NICS = 32
@@ -87,13 +87,14 @@ class Flow:
 class FairNetwork:
     """Shares the rate of every NIC among the flows that use it at once, as TCP does.
 
-    [Note: round trips] TCP sends as much as is not yet acknowledged. So of two flows that share a
-    NIC, the one with the longer round trip is slower. Where NICs are shared, that is the time in
-    their queues. Data wait where they leave, behind all flows that leave there. They wait again
-    where they enter, if other flows enter there too. So does what comes back, on the other side.
-    So each flow has a weight: 1 over the number of flows in these four queues. Rates are max-min
-    fair by weight: no flow can have more without taking from one that has no more for its weight.
-    A link between two ranks that both have other neighbours is slower than a link to the last rank.
+    [Note: round trips] Of two flows that share a NIC, the one with the longer round trip is slower,
+    because TCP limits the bytes that are not yet acknowledged. Where NICs are shared, the round
+    trip is the time in their queues. Data wait where they leave, after all flows that leave there.
+    They wait again where they enter, if other flows enter there too. Acknowledgements wait in the
+    two queues of the other direction. Each flow has a weight: 1 over the number of flows in these
+    four queues. Rates are max-min fair by weight: no flow can have more without taking from one
+    that has no more for its weight. For example, a link between two ranks that both have other
+    neighbours is slower than a link to the last rank.
 
     Args:
         network: Rates and hosts.
@@ -165,14 +166,14 @@ class FairNetwork:
         )
 
     def _reached(self, changed: Flow) -> dict[Nic, None]:
-        """Returns the NICs that a flow touches, and those that these reach by flows.
+        """Returns the NICs that a flow touches, and the NICs that these reach by flows.
 
         The nearest come first, up to a number.
         """
-        # What comes back takes the other sides of its two hosts, and counts in weights there.
+        # Both sides of its two hosts, because acknowledgements count in weights on the other sides.
         own = [(side, host) for _, host in changed.nics for side in (0, 1)]
-        # All flows at these NICs change, however many they are. Otherwise nothing might be left for
-        # a flow that begins.
+        # All flows at these NICs change, however many they are, because nothing might be left for a
+        # flow that begins otherwise.
         nics = dict.fromkeys(own)
         nics |= dict.fromkeys(nic for end in own for flow in self._users[end] for nic in flow.nics)
         queue = list(nics)
@@ -186,9 +187,9 @@ class FairNetwork:
 
 
 def fair_rates(weights: Mapping[Flow, float], free: dict[Nic, float]) -> list[tuple[Flow, float]]:
-    """Returns the max-min fair rate of each flow by its weight, for what is free at each NIC.
+    """Returns the max-min fair rate of each flow by its weight, from the free rate of each NIC.
 
-    The tightest NIC, or link, settles the rates of its flows first. What they leave goes to others.
+    The tightest NIC, or link, settles the rates of its flows first. Other flows share the rest.
     """
     rates = list[tuple[Flow, float]]()
     rest = dict.fromkeys(weights)

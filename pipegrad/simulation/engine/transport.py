@@ -1,4 +1,4 @@
-"""Transport: what ranks of a simulation do and hold, their messages and collectives."""
+"""Transport: the memory of the ranks of a simulation, their messages and collectives."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _ALWAYS = (*COMPUTE, "transfer")  # are recorded also if they take no time
 
 @dataclass
 class Engine:
-    """What all parts of a simulation share.
+    """The state that all parts of a simulation share.
 
     Attributes:
-        program: What every rank does.
-        costs: What that takes.
-        events: What happens next.
+        program: The items of every rank.
+        costs: The costs of these items.
+        events: The events to come.
         network: The NICs.
-        reductions: In the order of launching; none in a program without backwards.
-        spans: What was recorded; None if no timeline is wanted.
+        reductions: Reductions in the order of launching; none in a program without backwards.
+        spans: The recorded spans; None if no timeline is wanted.
     """
 
     program: Program
@@ -80,12 +80,12 @@ class Memory:
     until it is released; an output belongs to its activations.
 
     Attributes:
-        received_bytes: For each channel what its receiver holds of a message. Also if the message
-            is shorter, the value is held.
-        sent_bytes: For each channel what its sender holds; an activation is held anyway.
-        filled_bytes: For each stage, and kind of action, what an action holds when it begins.
+        received_bytes: For each channel the bytes that its receiver holds: the size of the value,
+            even if a codec makes the message shorter.
+        sent_bytes: For each channel the bytes that its sender holds; an activation is held anyway.
+        filled_bytes: For each stage, and kind of action, the bytes that its begin adds.
         peak: For each rank its most bytes so far.
-        points: For each rank what it held, and from when on; as recorded.
+        points: For each rank its bytes over time; only the first point if nothing is recorded.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -116,7 +116,7 @@ class Memory:
             self.points[rank].append(MemoryPoint(now, self._held[rank]))
 
     def end(self, now: float, rank: int, stage: int, kind: Kind, *, which: tuple[int, int]) -> None:
-        """An action of a step and microbatch ends, and frees what no later action needs."""
+        """An action of a step and microbatch ends, and frees bytes that no later action needs."""
         program, costs = self._engine.program, self._engine.costs.stages[stage]
         freed = costs.activation_bytes * program.forward_only
         if kind != "F":
@@ -141,13 +141,13 @@ Key = tuple[int, int]  # a step, and a transfer as items encode it
 class Messages:
     """A message begins when it is sent, its receive is posted, and its edge is free.
 
-    An edge is an ordered pair of ranks. It is one connection, so its messages go one by one. Skips
-    have another one; see [Note: skips] in `program`.
+    An edge is an ordered pair of ranks. Its messages go one by one, because it is one connection.
+    Skips have another one; see [Note: skips] in `program`.
 
     Attributes:
-        crossings: For each channel what a value costs that crosses it.
-        arrived: What has arrived.
-        delivered: What has arrived, and was not freed by the sender yet.
+        crossings: For each channel the costs of a value that crosses it.
+        arrived: Messages that have arrived, until their receiver has waited for them.
+        delivered: Messages that have arrived, until their sender has waited for them.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -213,11 +213,11 @@ class Job(NamedTuple):
 class Collectives:
     """Comm streams: each runs its jobs one by one, and a job needs all its ranks.
 
-    A reduction over the replicas of one pipeline rank leaves and enters that rank's NIC. The other
-    replicas do the same at the same time, so one pipeline stands for all.
+    A reduction over the replicas of one pipeline rank leaves and enters that rank's NIC. One
+    pipeline represents all, because the other replicas do the same at the same time.
 
     Attributes:
-        launches: For each rank what leaves inside of an action; see `_launches`.
+        launches: For each rank the reductions that leave inside of an action; see `_launches`.
         published: For each rank the reductions whose parameter sync it begins after a step.
         read: For each stage the reductions whose parameter sync its first forward waits for.
         done: Jobs that have ended.
@@ -282,9 +282,9 @@ class Collectives:
         engine.events.wake(now, job)
 
     def _rounds_of(self, job: Job) -> Iterator[tuple[list[Ends], float]]:
-        """Yields what is sent: flows of one round are on their way at once, and their latency.
+        """Yields the rounds of a job: flows that are on their way at once, and their latency.
 
-        What is sent to an owner goes from rank to rank, from the last one to the first, and its
+        Gradients go to an owner from rank to rank, from the last one to the first, and its
         parameters go back the same way. All else goes round in a ring, whose slowest link has
         one message after the other.
         """
@@ -307,10 +307,10 @@ class Collectives:
                 yield flows, in_a_row * max(latencies)
 
     def _launches(self, rank: int) -> dict[int, list[tuple[int, float]]]:
-        """Returns what leaves inside of an action: by its position the reductions, and when.
+        """Returns the reductions that leave inside of an action, by its position, with a share.
 
-        When: the share of the action that has passed. It is that of the bytes up to and with a
-        bucket.
+        A reduction leaves after this share of the action. It is the share of the action's bytes up
+        to and with the bucket.
         """
         program, reductions = self._engine.program, self._engine.reductions
         queues = defaultdict[int, deque[int]](deque)  # by comm stream
@@ -324,7 +324,7 @@ class Collectives:
                 position = index
             elif item.op is Op.FINAL:
                 left.remove(item.which)
-                # What is ready waits behind what is not, so all ranks have one order.
+                # A ready reduction waits for one before it, because all ranks need one order.
                 for queue in queues.values():
                     while queue and left.isdisjoint(reductions[queue[0]].stages):
                         table[position].append(queue.popleft())

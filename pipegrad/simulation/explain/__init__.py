@@ -1,1 +1,1 @@
-"""Where did a step go, and what would make it shorter? Of a simulated or a recorded timeline."""
+"""Explains the time of a step of a simulated or recorded timeline, and finds shorter steps."""

@@ -1,4 +1,4 @@
-"""Where a step went: what each rank did, and the critical path, which decides when a step ends.
+"""The time of a step: the parts of each rank, and the critical path, which decides its end.
 
 The critical path is a chain of computes, transfers and reductions. To make the step shorter,
 something on it must become shorter.
@@ -26,7 +26,7 @@ from pipegrad.simulation.timeline import (
     in_time,
 )
 
-# What no span covers is "other".
+# Time that no span covers is "other".
 Part = SpanKind | Literal["other"]
 PARTS: tuple[Part, ...] = (*ON_RANK, "other")
 _HEADS: Mapping[Part, str] = {
@@ -44,11 +44,11 @@ _HEADS: Mapping[Part, str] = {
 
 @dataclass(frozen=True)
 class RankBreakdown:
-    """What one rank did in one step.
+    """The time of one rank in one step.
 
     Attributes:
         rank: The pipeline rank.
-        step_seconds: How long the step took, on all ranks.
+        step_seconds: Duration of the step, on all ranks.
         parts: Seconds of each part; they sum to `step_seconds`.
     """
 
@@ -65,12 +65,12 @@ class RankBreakdown:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where one step went.
+    """The time of one step, by rank and part.
 
     Attributes:
         step: Its number.
-        seconds: How long it took, from the end of the step before it to its end on all ranks.
-        ranks: For each pipeline rank.
+        seconds: Its duration, from the end of the step before it to its end on all ranks.
+        ranks: The parts of each pipeline rank.
     """
 
     step: int
@@ -106,11 +106,11 @@ def typical_step(timeline: Timeline) -> int:
 
 
 def break_down(lookup: Lookup, step: int) -> Breakdown:
-    """Returns where a step went, for a simulated or a measured timeline.
+    """Returns the time of a step by rank and part, for a simulated or a measured timeline.
 
-    A step begins where the step before it ended on all ranks. If two spans of a rank overlap, as
-    clocks and recording are not exact, the one that began first has the time. Time that no span
-    covers is "other". So the parts of each rank sum to the step.
+    A step begins where the step before it ended on all ranks. If two spans of a rank overlap,
+    because clocks and recording are not exact, the one that began first has the time. The parts of
+    each rank sum to the step, because time that no span covers is "other".
 
     Args:
         lookup: The timeline.
@@ -139,8 +139,8 @@ PathKind = Literal[
 ]
 _WORDS: dict[PathKind, tuple[str, str]] = {
     "compute": ("compute", "rank {s.rank}"),
-    # Recorded ranks see a message when it is sent, and when they have waited for it. The time
-    # between may be that of the link, or of a receiver that came late.
+    # Recorded ranks see a message when it is sent, and when they have waited for it. The link may
+    # have taken the time between, or a receiver that came late.
     "transfer": ("messages sent and not yet received", "link {s.rank}->{s.peer}"),
     "reduction": ("reductions", "{s.name}"),
     "parameter sync": ("parameter sync", "{s.name}"),
@@ -157,12 +157,12 @@ class Segment(NamedTuple):
     """A part of the critical path.
 
     Attributes:
-        kind: What it is. In "meeting" all ranks wait for messages of each other. "wait" is a wait
+        kind: Its kind. In "meeting" all ranks wait for messages of each other. "wait" is a wait
             whose cause is not in the timeline, "other" is time that no span covers.
-        begin: In seconds from the begin of the timeline.
+        begin: Seconds from the start of the timeline.
         end: Likewise. The next segment begins here.
-        rank: The rank, of a transfer the one that sends.
-        peer: Of a transfer the rank that receives, or -1.
+        rank: The rank; for a transfer, the one that sends.
+        peer: The rank that receives a transfer, or -1.
         name: The action, the value or the reduction.
     """
 
@@ -175,12 +175,12 @@ class Segment(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.end - self.begin
 
     @property
     def source(self) -> str:
-        """Where it ran, such as ``rank 2``, ``link 1->2`` or the name of a reduction."""
+        """Its place, such as ``rank 2``, ``link 1->2`` or the name of a reduction."""
         return _WORDS[self.kind][1].format(s=self)
 
 
@@ -190,8 +190,9 @@ class CriticalPath:
 
     Attributes:
         step: Its number.
-        segments: In order of time; each begins where the one before it ends. They sum to the step.
-        time_unit: That of the timeline.
+        segments: Segments in order of time, which sum to the step. Each begins where the one before
+            it ends.
+        time_unit: Unit of the timeline.
     """
 
     step: int
@@ -200,7 +201,7 @@ class CriticalPath:
 
     @property
     def seconds(self) -> float:
-        """How long the step took."""
+        """Duration of the step."""
         return sum(segment.seconds for segment in self.segments)
 
     @property
@@ -216,7 +217,7 @@ class CriticalPath:
         }
 
     def seconds_of(self, kind: PathKind, name: str) -> float:
-        """Returns how much of it has this kind and name."""
+        """Returns the seconds of segments of this kind and name."""
         return sum(s.seconds for s in self.segments if (s.kind, s.name) == (kind, name))
 
     def __str__(self) -> str:
@@ -243,9 +244,9 @@ class CriticalPath:
 def critical_path(lookup: Lookup, step: int) -> CriticalPath:
     """Returns the critical path of a step, for a simulated or a measured timeline.
 
-    It is followed from the end of the step back to its begin: a rank computed because it had
-    computed what was before it, or waited because of a transfer or a reduction, which began because
-    another rank had computed. Where spans are missing, the path stays on its rank.
+    It is followed from the end of the step back to its begin: a rank computed because its earlier
+    compute had ended, or it waited for a transfer or a reduction, which began because another rank
+    had computed. Where spans are missing, the path stays on its rank.
 
     Args:
         lookup: The timeline.
@@ -256,7 +257,7 @@ def critical_path(lookup: Lookup, step: int) -> CriticalPath:
 
 
 class _Walk:
-    """Follows a critical path back in time. `rank` and `now` say where it is."""
+    """Follows a critical path back in time. `rank` and `now` are its position."""
 
     def __init__(self, lookup: Lookup, step: int) -> None:
         self._lookup = lookup
@@ -267,7 +268,7 @@ class _Walk:
 
     def _run(self) -> None:
         # Every turn takes time from the path or goes to another rank. A rank that was visited since
-        # the path last took time is not entered twice, so the path ends.
+        # the path last took time is not entered twice, because the path must end.
         visited = set[int]()
         while self.now > self._begin:
             since = self.now
@@ -293,12 +294,12 @@ class _Walk:
             self.now = begin
 
     def _follow(self, piece: Piece, wait: Span) -> bool:
-        """Goes to what ended a wait; returns whether it is known."""
+        """Goes to the cause that ended a wait; True if it is known."""
         if wait.kind in ("wait for receive", "wait for send"):
             return self._follow_transfer(piece, wait)
         if wait.kind == "wait for ranks":
             last = self._last_rank()
-            if last == self.rank:  # nobody else is late
+            if last == self.rank:  # no other rank is late
                 return False
             self.rank = last
             return True
@@ -331,7 +332,7 @@ class _Walk:
         return None if ready and self._lookup.is_predicted else earlier
 
     def _go_to_begin(self, transfer: Span, maker: Span | None) -> None:
-        """Goes to what let a transfer begin: its value was made, or its receive was posted."""
+        """Goes to the cause of a transfer: its value was made, or its receive was posted."""
         tolerance = self._lookup.tolerance
         late = maker is None or maker.end < transfer.begin - tolerance
         receiver = self._lookup.before(transfer.peer, transfer.begin)

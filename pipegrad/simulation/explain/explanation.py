@@ -1,8 +1,9 @@
-"""Explanation: where a step went, and what would make it shorter.
+"""Explanation: the time of a step by cause, and changes that would make it shorter.
 
-Of a simulated or a recorded run. A change that may help is a `WhatIf`: another Program, or other
-costs. Each of them is simulated, and what then takes less time is an `Advice`. Each names a key of
-a configuration, or is a bound: what nobody can do, such as a network that takes no time.
+The run is simulated or recorded. A change that may help is a `WhatIf`: another Program, or other
+costs. Each of them is simulated, and becomes an `Advice` if its step takes less time. An advice
+names a key of a configuration, or is a bound that nobody can reach, such as a network that takes no
+time.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ from pipegrad.simulation.fastest_cut import balanced_seconds, fastest_cut
 from pipegrad.simulation.simulator import Simulation, simulate
 from pipegrad.simulation.timeline import BATCH, Timeline, in_percent, in_time
 
-_ROUGH = 0.1  # what a simulation may be off before advice says so
+_ROUGH = 0.1  # a larger error of a simulation gets a note
 _ALL_TRIED = 50  # there are never more changes than so many in two steps
 _LEAST_GAIN = 0.005
 # Items of all simulations together, which then take some seconds.
 _MOST_ITEMS = 250_000
-_UNEVEN = 1.05  # of the mean; what is below is as even as layers allow
+_UNEVEN = 1.05  # of the mean; ranks below it are as even as layers allow
 
 Cause = Literal["ranks", "links", "pipeline", "reductions", "host"]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of one step.
+    """The time of one step, its causes, and advice.
 
     Attributes:
         timeline: The run that it is a step of.
-        breakdown: Where the time of each rank went.
-        path: What decided when the step ended.
-        advice: What would make it shorter.
+        breakdown: The time of each rank by part.
+        path: The critical path, which decided when the step ended.
+        advice: Changes that would make it shorter.
         error: The share by which a simulation of this step is off.
-        notes: What could not be found out.
+        notes: Lines about the limits of this explanation.
     """
 
     timeline: Timeline
@@ -89,13 +90,15 @@ def explain(
     program: Program | None = None,
     costs: Costs | None = None,
 ) -> Explanation:
-    """Returns where a step of a timeline went, why, and what would help.
+    """Returns the time of a step of a timeline, its causes, and advice.
+
+    For example, ``print(explain(Timeline.load(path)))`` prints them as one sentence.
 
     Args:
         timeline: A simulated or a recorded run.
         step: Number of the step, from 0; by default the one of median time.
-        program: What was run. By default it is inferred from the timeline.
-        costs: What it takes. By default they are inferred from the timeline.
+        program: The Program that was run; by default it is inferred from the timeline.
+        costs: Its costs; by default they are inferred from the timeline.
 
     Raises:
         ScheduleError: If the timeline has no such step.
@@ -137,11 +140,11 @@ def explain(
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, and what the simulator expects.
+    """A change, and its simulated effect.
 
     Attributes:
-        cause: What it is against.
-        change: In words.
+        cause: The cause of time that it reduces.
+        change: A text for the user.
         step_seconds: Expected time of a step.
         gain: The share of the present step time that it saves.
         is_bound: True if nobody can do that, as with a network that takes no time. The gain is then
@@ -184,12 +187,13 @@ def advise(
     """Returns changes that make a step shorter: first real ones, then bounds, each by its gain.
 
     Raises:
-        ScheduleError: If the costs are not those of the program's stages.
+        ScheduleError: If the costs do not fit the program's stages.
     """
     base = _last_step(program, costs).step_seconds[-1]
     if base <= 0:
         return ()
-    # Time that the simulation does not know, such as waiting for data, is not saved either.
+    # Use the longer time, because time outside of the simulation, such as waiting for data, is not
+    # saved either.
     now = max(base, step_seconds or 0.0)
     knows_memory = any(stage.held_bytes or stage.activation_bytes for stage in costs.stages)
     # Many changes of a small program are simulated, and few of a large one.
@@ -219,10 +223,10 @@ class WhatIf(NamedTuple):
     """A change that may make a step shorter.
 
     Attributes:
-        cause: What it is against.
-        change: In words.
-        program: What would be run.
-        costs: What that would cost.
+        cause: The cause of time that it reduces.
+        change: A text for the user.
+        program: The Program with this change.
+        costs: The costs with this change.
         is_bound: True if nobody can do that, as with a network that takes no time.
     """
 
@@ -234,7 +238,7 @@ class WhatIf(NamedTuple):
 
 
 def what_ifs(program: Program, costs: Costs, of: Timeline | None = None) -> Iterator[WhatIf]:
-    """Yields what is tried, the most telling first: a large program leaves no time for all."""
+    """Yields changes to try, the most telling first, as a large program leaves no time for all."""
     yield from _bounds(program, costs)
     yield from _evened(program, costs)
     yield from _recut(program, costs, of.layers if of else ())
@@ -334,7 +338,7 @@ def _in_words(
     before: Sequence[int],
     after: Sequence[int],
 ) -> str:
-    """Returns which layers go to which rank, and the key that does it."""
+    """Returns a text with the layers that move to each rank, and the key that moves them."""
     names, moves = list(chain.from_iterable(layers)), dict[int, list[str]]()
     for number, name in enumerate(names):
         if (stage := bisect_right(after, number)) != bisect_right(before, number):
@@ -351,7 +355,7 @@ def _in_words(
 
 
 def _codecs(program: Program, costs: Costs, of: Timeline | None) -> Iterator[WhatIf]:
-    """Yields the values in eight bits. What coding takes is not known, and is left out."""
+    """Yields the values in eight bits, without the time of coding, because it is not known."""
     has_some = costs.codecs or (of and of.notes.get("codecs"))
     if has_some or not any(stage.outputs for stage in costs.stages):
         return
@@ -388,7 +392,7 @@ def _more_microbatches(program: Program, costs: Costs, of: Timeline | None) -> I
         for m in (now.num_microbatches, number)
     )
     if same and more and same.actions == now.actions and more.stage_to_rank == now.stage_to_rank:
-        # A microbatch of half the rows costs what one of two chunks of a sequence does.
+        # A microbatch of half the rows costs as much as one of two chunks of a sequence.
         halved = replace(costs, stages=tuple(stage.of_chunk(2) for stage in costs.stages))
         change = f"parallel.microbatches = {number}, if half the rows take half the time"
         yield WhatIf("pipeline", change, _lowered(program, more), halved)
@@ -399,9 +403,9 @@ def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
     # Some names stand for one schedule, such as hop-aware-1f1b where hops take no time.
     tried = {now.actions}
     splits = all(stage.weight_seconds > 0 for stage in costs.stages)
-    # Schedules that know hops have one stage on each rank; others would need another cut.
+    # Schedules that use hop times have one stage on each rank; others would need another cut.
     times = times_of(costs) if now.stage_to_rank == tuple(range(now.num_ranks)) else None
-    # A chunk needs the one before it, so no other schedule takes it for a microbatch.
+    # No other schedule takes a chunk for a microbatch, because a chunk needs the one before it.
     plugins = () if now.name in OF_CHUNKS else registry
     for plugin in (plugin for plugin in plugins if plugin.name not in OF_CHUNKS):
         schedule = _generated(plugin, now, times)
@@ -433,7 +437,7 @@ def _generated(plugin: Plugin, now: Schedule, times: Times | None) -> Schedule |
 
 
 def _activations(schedule: Schedule, now: Schedule) -> str:
-    """Returns in words what a schedule holds, if it holds more than the present one."""
+    """Returns a text on the activations of a schedule, if it holds more than the present one."""
     changes = {"F": 1, "B": -1, "I": 0, "W": -1}
     most, before = (
         max(max(accumulate(changes[a.kind] for a in own), default=0) for own in each.actions)

@@ -1,4 +1,4 @@
-"""Inferred: the Program of a timeline, and its Costs. So what-ifs need only a recorded run."""
+"""Inferred: the Program of a timeline, and its Costs. What-ifs need only a recorded run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from pipegrad.simulation.costs import (
 from pipegrad.simulation.explain.lookup import Lookup, name_of
 from pipegrad.simulation.timeline import COMPUTE, ON_RANK, Span, Timeline
 
-# A timeline has times and no bytes. Values get the bytes that they would have at this rate, so that
-# what-ifs can change sizes and rates.
+# Values get the bytes that they would have at this rate, because a timeline has times and no bytes,
+# and what-ifs change sizes and rates.
 _NOMINAL_RATE = 1e9
-_SHARED = 1.15  # if transfers take longer than this beside others, they share a NIC
+_SHARED = 1.15  # transfers that take so much longer during others share a NIC
 _Value = tuple[str, int]  # a name, and the stage that makes it
 _Way = tuple[_Value, int, int]  # a value, or its gradient, and the ranks at its ends
 
@@ -37,7 +37,7 @@ def program_of(lookup: Lookup, step: int) -> Program:
     """Returns the Program that a step of a timeline ran, as far as the timeline shows it.
 
     Raises:
-        ScheduleError: If computes of the step are missing, so that no pipeline can have run it.
+        ScheduleError: If computes of the step are missing. No pipeline can have run it then.
     """
     timeline = lookup.timeline
     computes: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
@@ -77,7 +77,7 @@ def costs_of(lookup: Lookup) -> Costs:
 
     Each time is the median of all steps. Bytes are not known: values have as many as they would
     have at 1 GB/s, and the link of each pair of ranks has the rate that gives their times. If
-    transfers take longer beside others of their ranks, NICs limit them. Memory is not known.
+    transfers take longer during others of their ranks, NICs limit them. Memory is not known.
     """
     ways, is_shared = _way_seconds(lookup)
     sizes = dict[_Value, int]()
@@ -110,7 +110,7 @@ def costs_of(lookup: Lookup) -> Costs:
 
 
 def _way_seconds(lookup: Lookup) -> tuple[dict[_Way, float], bool]:
-    """Returns how long each value takes over each link, and whether links share a NIC.
+    """Returns the time of each value over each link, and True if links share a NIC.
 
     They do if transfers take longer while another link of one of their ranks is in use.
     """
@@ -125,8 +125,8 @@ def _way_seconds(lookup: Lookup) -> tuple[dict[_Way, float], bool]:
     alone, beside = ({way: median(own) for way, own in table.items()} for table in tables[:2])
     slower = [beside[way] / alone[way] for way in beside if alone.get(way, 0.0) > 0]
     ways = beside | alone
-    # Where no receiver ever waited, all that is known is that no transfer took longer, and what
-    # takes the same bytes the other way.
+    # If no receiver ever waited, take the least measured time, because no transfer took longer. The
+    # same bytes in the other direction may give a shorter time.
     for (value, source, target), own in tables[2].items():
         back = ways.get((value, target, source), min(own))
         ways.setdefault((value, source, target), min(*own, back))
@@ -198,11 +198,11 @@ def _collective_seconds(lookup: Lookup) -> Mapping[tuple[str, str], float]:
 
 
 def host_costs(timeline: Timeline) -> HostCosts:
-    """Returns what hosts take on top of computing, of a measured timeline.
+    """Returns the time of hosts on top of computing, from a measured timeline.
 
-    The host time right before a compute is that of an action: a mean. All other host time is that
-    of the step, on the rank that has least. Other ranks also wait in it for what no span
-    says, such as the loss of the last stage.
+    An action has the mean of the host time right before computes. A step has all other host time,
+    on the rank that has least, because other ranks also wait in it for events without a span, such
+    as the loss of the last stage.
     """
     before, actions, rests = 0.0, 0, list[float]()
     on_rank = (span for span in timeline.spans if span.kind in ON_RANK)
@@ -223,7 +223,7 @@ def host_costs(timeline: Timeline) -> HostCosts:
 
 
 def _meeting_seconds(lookup: Lookup) -> float:
-    """Returns what the rank that comes last waits for others: what their messages take."""
+    """Returns the time that the last rank waits for others: the time of their messages."""
     waits = defaultdict[int, dict[int, list[Span]]](dict)
     for span in lookup.spans:
         if span.kind == "wait for ranks" and lookup.timeline.num_ranks > 1:
@@ -237,7 +237,7 @@ def _meeting_seconds(lookup: Lookup) -> float:
 
 
 def _ranks_meet(lookup: Lookup) -> bool:
-    """Returns True if no rank goes on behind its last backward before all have ended theirs."""
+    """Returns True if no rank goes on after its last backward before all have ended theirs."""
     ended, went_on = defaultdict[int, float](float), dict[int, float]()
     for span in lookup.spans:
         if span.kind in COMPUTE:

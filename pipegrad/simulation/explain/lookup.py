@@ -1,4 +1,4 @@
-"""Lookup: finds what a rank did at a time, and what a wait was for, in a timeline."""
+"""Lookup: finds the span of a rank at a time, and the cause of a wait, in a timeline."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from pipegrad.simulation.timeline import BESIDE, COMPUTE, ON_RANK, Span, Timeline
 
-# Clocks of ranks are aligned to about this, so "at the same time" means this much in a measured
-# timeline. A predicted one has rounding errors alone.
+# "At the same time" means this much in a measured timeline, because clocks of ranks are aligned to
+# about this. A predicted one has rounding errors alone.
 _MEASURED_TOLERANCE, _PREDICTED_TOLERANCE = 1e-4, 1e-9
 # A host that does not have to wait may be so long about it: a wait that took longer was a wait.
 _LEAST_WAIT_SECONDS = 2.5e-4
-_MOST_BESIDE = 1000  # reductions of a rank among which that of a wait is looked for
+_MOST_BESIDE = 1000  # reductions of a rank that are searched for the one of a wait
 _Key = tuple[int, int, int, int, int]
 _END = attrgetter("end")
 
@@ -25,9 +25,9 @@ class Piece(NamedTuple):
     """A part of a rank's time; pieces do not overlap, and leave nothing out.
 
     Attributes:
-        begin: In seconds from the begin of the timeline.
+        begin: Seconds from the start of the timeline.
         end: Likewise; above `begin`.
-        span: What the rank did; None if no span covers this time.
+        span: The span of the rank; None if no span covers this time.
     """
 
     begin: float
@@ -36,20 +36,20 @@ class Piece(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.end - self.begin
 
 
 class Lookup:
-    """What is found in a timeline. Spans that no rank can have had are left out.
+    """An index of a timeline. Spans that no rank can have had are left out.
 
     Attributes:
         timeline: The timeline.
-        spans: The others, in the order of their ends.
+        spans: The possible spans, in the order of their ends.
         is_predicted: True if it was simulated. A simulated transfer begins when the one before it
             has left. A measured one begins when it is handed to the backend, and may then wait.
         tolerance: Two times that differ by less, in seconds, are one time.
-        pieces: For each rank what it did.
+        pieces: The pieces of each rank, in order of time.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -96,7 +96,7 @@ class Lookup:
     # Times.
 
     def between(self, rank: int, begin: float, end: float) -> Iterator[Piece]:
-        """Yields what a rank did between two times, cut at both."""
+        """Yields the pieces of a rank between two times, cut at both."""
         if not 0 <= rank < self.timeline.num_ranks:
             return
         pieces = self.pieces[rank]
@@ -107,10 +107,10 @@ class Lookup:
             yield Piece(max(piece.begin, begin), min(piece.end, end), piece.span)
 
     def before(self, rank: int, time: float) -> Piece | None:
-        """Returns what a rank did right before a time; None if nothing is known."""
+        """Returns the piece of a rank right before a time; None if there is none."""
         if not 0 <= rank < self.timeline.num_ranks:
             return None
-        # What ended within the tolerance before `time` ended at it.
+        # A piece that ended within the tolerance before `time` ended at it.
         pieces = self.pieces[rank]
         number = bisect_left(pieces, time - self.tolerance, key=_END)
         piece = pieces[min(number, len(pieces) - 1)] if pieces else None
@@ -127,11 +127,11 @@ class Lookup:
         return sorted(groups.values(), key=lambda spans: min(span.begin for span in spans))
 
     def transfer_seconds(self, transfer: Span) -> float:
-        """Returns how long a transfer took, without what it waited for the one before it."""
+        """Returns the time of a transfer, without its wait for the one before it."""
         earlier = None if self.is_predicted else self.transfer_before(transfer)
         return transfer.end - (max(transfer.begin, earlier.end) if earlier else transfer.begin)
 
-    # What belongs together.
+    # Spans that belong together.
 
     def transfer_of(self, wait: Span) -> Span | None:
         """Returns the transfer that a wait for a receive or a send is for."""
@@ -139,7 +139,7 @@ class Lookup:
         return self._transfers.get(_key(*ends, wait))
 
     def maker(self, transfer: Span) -> Span | None:
-        """Returns the compute that made what a transfer sends."""
+        """Returns the compute that made the value of a transfer."""
         latest = transfer.begin + self.tolerance
         kinds = ("B", "I") if transfer.label.startswith("gradient") else ("F",)
         computes = self._makers.get((transfer.rank, transfer.microbatch, transfer.step), ())
@@ -158,7 +158,7 @@ class Lookup:
     def has_end(self, transfer: Span) -> bool:
         """Returns True if it is known when a transfer arrived.
 
-        A receiver that did not wait does not know when a value came. In a measured timeline, such a
+        In a measured timeline, the arrival is recorded only if the receiver waited. Otherwise the
         transfer ends when the value was first needed.
         """
         return self.is_predicted or _key(transfer.rank, transfer.peer, transfer) in self._awaited
@@ -172,9 +172,9 @@ class Lookup:
         """
         kind = "reduction" if wait.kind == "wait for reduction" else "parameter sync"
         own = self._beside_rank.get((kind, wait.rank), [])
-        # A parameter sync of one step is waited for in the next one, so the step of the wait says
-        # little. The span of this rank that ended last before the wait did is the right one. If the
-        # wait has no name, it was for all that were under way, and so for the last of them.
+        # Do not compare steps, because a rank waits for the parameter sync of one step in the next.
+        # The span of this rank that ended last before the wait did is the right one. A wait without
+        # a name was for all spans under way, and therefore for the last of them.
         number = bisect_right(own, by + self.tolerance, key=attrgetter("end"))
         ended = own[max(0, number - _MOST_BESIDE) : number]
         named = [s for s in ended if name_of(s) == name_of(wait)]
@@ -184,10 +184,10 @@ class Lookup:
 
 
 def _key(source: int, target: int, span: Span) -> _Key:
-    """Returns what a transfer and the waits of its two ends have in common."""
+    """Returns the key that a transfer shares with the waits of its two ends."""
     return source, target, span.which, span.microbatch, span.step
 
 
 def name_of(collective: Span) -> str:
-    """Returns the name of a reduction, a parameter sync, or of what a wait for one is for."""
+    """Returns the name of a reduction or parameter sync, or of the one that a wait is for."""
     return collective.label or f"number {collective.which}"

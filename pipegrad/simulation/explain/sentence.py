@@ -1,12 +1,11 @@
-"""Sentence: how long a step takes, what makes it long, and what the user can do about that.
+"""Sentence: the time of a step, its main cause, and a remedy for the user.
 
 [Note: what is worth a sentence] Each cause has a weight: the share of the step that its best remedy
-saves. Of data, the optimizer, Python and what is between steps nothing is simulated: their share
-counts, or half of it if nobody can save all of it. What is below the noise counts for nothing. The
-noise is what steps differ by, in time or in what a rank computes, and at least 2 %; for what is
-simulated, also what the simulation of the present step is off by. Where steps differ much, nothing
-that is simulated is worth a sentence, and of what was measured the largest is named without a
-remedy.
+saves. Data, the optimizer, Python and the time between steps are not simulated: their share counts,
+or half of it if nobody can save all of it. A cause below the noise does not count. The noise is the
+difference between steps, in time or in computing of a rank, and at least 2 %. For a simulated cause
+it is also the error of the simulation of the present step. If steps differ much, no simulated cause
+is worth a sentence, and the largest measured cause is named without a remedy.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ if TYPE_CHECKING:
     from pipegrad.simulation.explain.explanation import Advice, Explanation
 
 _LEAST_NOISE, _LEAST_SHARE = 0.02, 0.05
-TOO_NOISY = 0.2  # steps that differ by more say nothing of most changes
+TOO_NOISY = 0.2  # steps that differ by more hide the effect of most changes
 _ALL_CORES = 0.9  # processes that use so much of all cores leave none to a rank that waits
 _KEY = re.compile(r"\b(?:parallel|gradients|optimizer)\.(\w+) = ")
 
 
 class _Clause(NamedTuple):
-    """What makes a step long.
+    """A cause of a long step.
 
     Attributes:
         weight: See [Note: what is worth a sentence].
-        words: The cause, and what can be done.
+        words: The cause and its remedy.
     """
 
     weight: float
@@ -42,7 +41,7 @@ class _Clause(NamedTuple):
 
 
 def sentence(explanation: Explanation) -> str:
-    """Returns how long a step takes, what makes it long, and what would help, in one sentence."""
+    """Returns the time of a step, its main cause, and a remedy, in one sentence."""
     seconds = explanation.timeline.noted("step_seconds", explanation.breakdown.seconds)
     noise = noise_of(explanation)
     rough = max(noise, explanation.error)
@@ -82,7 +81,7 @@ def as_arguments(words: str) -> str:
 
 
 def noise_of(explanation: Explanation) -> float:
-    """Returns the share of a step below which a gain says nothing."""
+    """Returns the share of a step below which a gain has no meaning."""
     timeline = explanation.timeline
     if timeline.source == "predicted":
         return _LEAST_NOISE
@@ -99,7 +98,7 @@ def noise_of(explanation: Explanation) -> float:
 
 
 def _simulated(explanation: Explanation, noise: float) -> Iterator[_Clause]:
-    """Yields what changes are simulated against, and those that save more than the noise."""
+    """Yields the simulated causes, with the changes that save more than the noise."""
     real = [a for a in explanation.advice if not a.is_bound and a.gain >= noise]
     bounds = {a.cause: a.gain for a in explanation.advice if a.is_bound}
     by_cause = {cause: [a for a in real if a.cause == cause] for cause in bounds | {"pipeline": 0}}
@@ -112,7 +111,7 @@ def _simulated(explanation: Explanation, noise: float) -> Iterator[_Clause]:
         yield _Clause(bounds["ranks"] / 2, f"{slowest}; {alike}")
     yield from _against(by_cause.get("ranks", []), slowest)
     order = by_cause["pipeline"]
-    # A schedule hides what is on its way, too.
+    # A schedule hides transfers, too.
     if bounds.get("links", 0.0) > max((a.gain for a in order), default=0.0) / 2:
         both = sorted([*by_cause["links"], *order], key=lambda a: -a.gain)
         yield from _against(both, _slow_link(explanation))
@@ -136,7 +135,7 @@ def _against(remedies: Sequence[Advice], cause: str) -> Iterator[_Clause]:
 
 
 def _shares(explanation: Explanation) -> Iterator[_Clause]:
-    """Yields what is not simulated: data, the optimizer, Python, and what is between steps."""
+    """Yields the other causes: data, the optimizer, Python, and the time between steps."""
     path, notes = explanation.path, explanation.timeline.notes
     total = path.seconds or 1.0
     data = path.seconds_of("host", BATCH) / total
@@ -157,7 +156,7 @@ def _shares(explanation: Explanation) -> Iterator[_Clause]:
 
 
 def _slow_link(explanation: Explanation) -> str:
-    """Returns the link that takes most of the critical path, and how much."""
+    """Returns a text with the link that takes most of the critical path, and its share."""
     seconds = explanation.path.shares.get("transfer", {})
     if not seconds:
         return "ranks wait for the network"

@@ -1,1 +1,1 @@
-"""Where do the metrics of a run go? `reporter` has the contract; the others are plug-ins."""
+"""Reporters of the metrics of a run: `reporter` has the contract; the others are plug-ins."""

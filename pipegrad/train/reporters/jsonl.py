@@ -38,7 +38,7 @@ class JsonLines(Reporter):
                 return
             raise OSError("no space left")
         except OSError:
-            # A half line would make the whole file unreadable as JSON lines, so it is cut off.
+            # Cut a half line off, because it would make the whole file unreadable as JSON lines.
             with suppress(OSError):
                 self._lines.truncate(begin)
             raise

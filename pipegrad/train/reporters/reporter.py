@@ -1,4 +1,4 @@
-"""Reporter: the metrics of a step, and the contract of what writes or shows them."""
+"""Reporter: the metrics of a step, and the contract of plug-ins that write or show them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class StepMetrics:
         collectives: Number of collectives that reduced gradients, summed over their ranks.
         bytes_reduced: Bytes that they reduced, summed over their ranks.
         exposed_seconds: The longest time that a rank was blocked by them.
-        learning_rate: Of the update of this step.
+        learning_rate: Learning rate of this step's update.
         tokens_seen: Tokens of all batches up to this one, also before a resume.
         elapsed_seconds: Wall-clock time since the first step of this run began.
         peak_memory_bytes: The most memory that a rank has taken so far: of the device; or of the
             process, if it trains on CPU or the device does not count.
         skipped: Steps of this run so far whose update was left out, as gradients were not finite.
-        note: What was unusual about this step; None if nothing was.
+        note: A line about an unusual step, such as a skipped one; None for usual steps.
         held_out_loss: Mean over the held-out batches, after the update; None if not measured.
-        perplexity: Its exponential, if it is the default loss; None if not measured.
-        sample: The prompt as the model continues it; None if not asked for.
-        metrics: What a function of ``train.loss`` returns beside the loss, by name: means as the
+        perplexity: Exponential of `held_out_loss`, if it is the default loss; else None.
+        sample: The prompt as the model continues it; None if no sample is due.
+        metrics: Further numbers that a function of ``train.loss`` returns, by name: means, as the
             loss is.
-        held_out_metrics: The same of the held-out batches.
+        held_out_metrics: Means of these numbers over the held-out batches.
     """
 
     step: int
@@ -71,8 +71,8 @@ class Reporter(ABC):
     """Takes the metrics of every step. A plug-in of the group ``pipegrad.reporters``.
 
     Every rank constructs it, with the options of ``train.reporters``. Only rank 0 opens it, and
-    calls the other methods. If a method fails in a run, the run goes on without this reporter, and
-    a line says so.
+    calls the other methods. If a method fails in a run, the run prints a line and goes on without
+    this reporter.
 
     Attributes:
         first_step: Number of the first step that it is given. It is set before `open`; more than 1
@@ -99,7 +99,7 @@ class Reporter(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what `open` began. Called once, also if the run fails."""
+        """Frees the resources of `open`. Called once, also if the run fails."""
 
 
 reporters: Registry[Reporter] = Registry(REPORTERS, Reporter)  # type: ignore[type-abstract]

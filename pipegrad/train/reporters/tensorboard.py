@@ -22,7 +22,7 @@ class TensorBoard(Reporter):
     def open(self, folder: Path, config: Config) -> None:
         # A name that nobody can guess; see [Note: who may write there].
         suffix = f".{secrets.token_hex(8)}"
-        # TensorBoard hides what an ended process wrote of the steps that are made again.
+        # TensorBoard hides events that an ended process wrote for the steps that are made again.
         self._writer = SummaryWriter(
             str(folder), purge_step=self.first_step, filename_suffix=suffix
         )
