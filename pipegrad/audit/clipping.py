@@ -170,7 +170,7 @@ def _before(entry: Entry, norms: Mapping[int, float | None], clip_norm: float | 
 def _behind(
     rank: int, before: Sequence[Entry], after: Sequence[Entry], factors: Mapping[str, float]
 ) -> tuple[float, list[Entry]]:
-    """Returns the factor of gradients of a rank behind clipping, and those that have another one."""
+    """Returns the factor of a rank's gradients after clipping, and entries with another one."""
     there = {entry.key: entry.gradient for entry in before}
     pairs, others = list[tuple[Entry, Tensor, Tensor]](), list[Entry]()
     for entry in (entry for entry in after if rank in entry.ranks):

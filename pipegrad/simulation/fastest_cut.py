@@ -172,7 +172,7 @@ class _Search:
         return list(zip(map(self._beyond, held), seconds, strict=True))
 
     def improve(self, cuts: Iterable[Begins], *, is_first: bool = False) -> bool:
-        """Simulates the cuts whose floors are below the best step; returns whether one is better."""
+        """Simulates cuts whose floors are below the best step; returns whether one is better."""
         before, new = self.best, [cut for cut in cuts if cut not in self._weights]
         for floor, cut in sorted(zip(self._floors(new), new, strict=True)) if new else []:
             if self._left <= 0 or not _is_less(floor, self._weights[self.best]):
