@@ -25,7 +25,7 @@ SKIPPED = {
     "CONTRIBUTING.md": 4,
     "README.md": 2,
     "docs/audit.md": 1,
-    "docs/coming_from/other_frameworks.md": 3,
+    "docs/coming_from/other_frameworks.md": 2,
     "docs/faults.md": 1,
     "docs/how_to/slurm_and_kubernetes.md": 2,
     "docs/how_to/write_a_codec.md": 1,
