@@ -77,6 +77,8 @@ class GradientBucket:
         self._has_result = any(p.main for p in parameters)
         # True if nothing must be put in place, because slots are the results.
         self._is_plain = all(p.main for p in parameters) and not any(self._main_shards)
+        # Where nothing is reduced, a step adds to the gradients of the last one, as autograd does.
+        self._adds = self._is_plain and not memory.bucket.route
         number = len(parameters)
         self._announced: set[int] = set()  # stages whose next backward is the last
         # Additions to each in the last backward, and the most in the steps before. A parameter that
@@ -177,7 +179,7 @@ class GradientBucket:
         sizes = torch.stack([*norms]).tolist() if left else []
         # Reversed: the order of the model.
         for number, size in reversed([*zip(left, sizes, strict=True)]):
-            if size != 0:
+            if size != 0 and not self._adds:
                 raise StepError(
                     f"the gradient of {self._key(number)!r} is already reduced or divided, and "
                     f"another backward would add to it: call optimizer.zero_grad() before the "
@@ -201,7 +203,8 @@ class GradientBucket:
 
         Sync: blocks the host if a gradient was zeroed, and not set to None.
         """
-        for number, gradient in self._set_by_user():
+        added_to = [(i, self._gradients[i]) for i in self._cleared] if self._adds else []
+        for number, gradient in [*self._set_by_user(), *added_to]:
             if gradient.is_sparse or bool(local(gradient).any()):
                 raise StepError(
                     f"the parameter {self._key(number)!r} has a gradient already, and the divisor "
@@ -219,7 +222,13 @@ class GradientBucket:
         # because this method changes gradients.
         before, self._divisor = self._divisor, divisor * self._fixed_divisor
         own, slots = self._set_by_user(), self.memory.slots
-        self.memory.reset(continuing=continuing)
+        kept = self._cleared if self._adds and not continuing else set[int]()
+        self.memory.reset(continuing=continuing or bool(kept))
+        for number, slot in enumerate(slots) if kept else ():
+            if number in kept:
+                slot.mul_(divisor)  # it must not be divided again
+            else:
+                slot.zero_()
         if not continuing:
             self._begun = self._versions()
             for main_shard in filter(None, self._main_shards):

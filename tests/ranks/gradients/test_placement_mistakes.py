@@ -114,10 +114,10 @@ def test_parameters_that_are_misused_are_refused(moved: dict[str, Any]) -> None:
     job.step()
     job.sync.wait_parameters()
     assert job.arrived == [3.0]
-    module.w, kept = nn.Parameter(torch.full((40,), 7.0)), module.w
+    held.w, kept = nn.Parameter(torch.full((40,), 7.0)), held.w
     for verb in (job.sync.prepare, job.sync.synchronize_parameters):
         assert "StepError: '0.w' is another parameter now, as after" in outcome(verb)
-    module.w = kept
+    held.w = kept
     job.optimizer.zero_grad()
     job.step()
     assert job.arrived == [1.0]
