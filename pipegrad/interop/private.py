@@ -141,15 +141,21 @@ def end_backward(part: FSDPModule) -> None:
         state._root_post_backward_final_callback()
 
 
+def groups_of(part: FSDPModule) -> list[Any]:
+    """Returns the groups of parameters that an FSDP2 module gathers together."""
+    state = part._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return [*state._fsdp_param_groups]
+    return [*filter(None, [state._fsdp_param_group])]  # torch 2.11 has one group, or none
+
+
 def forget_backwards(parts: Iterable[FSDPModule]) -> None:
     """Drops the state that FSDP2 keeps of a failed step, and its accumulated gradients."""
     # FSDP2 before torch 2.15 keeps accumulated gradients in one of two attributes. Clear both,
     # because the next step would add to them.
     for part in parts:
         state = part._get_fsdp_state()
-        # torch 2.11 has one group, or none.
-        one = getattr(state, "_fsdp_param_group", None)
-        for group in getattr(state, "_fsdp_param_groups", [] if one is None else [one]):
+        for group in groups_of(part):
             for parameter in group.fsdp_params:
                 if "unsharded_accumulated_grad" in vars(parameter):
                     parameter.unsharded_accumulated_grad = None

@@ -11,6 +11,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.errors import PlanError, StepError, TopologyError
+from pipegrad.interop.private import groups_of
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.wrappers import fsdp_modules
 from pipegrad.topology import Topology
@@ -218,9 +219,9 @@ def check_sharded(schedule: TorchSchedule, stages: Sequence[PipelineStageBase]) 
     splits = any(letter == "W" for _, _, letter in _backwards(schedule))
     for stage in stages if splits else ():
         for part in fsdp_modules({0: stage.submod})[0]:
-            state = part._get_fsdp_state()
-            is_root = stage.submod in state._modules  # torch itself keeps the root gathered
-            if any(g._reshard_after_forward and not is_root for g in state._fsdp_param_groups):
+            # torch itself keeps the root gathered.
+            is_root = stage.submod in part._get_fsdp_state()._modules
+            if any(group._reshard_after_forward and not is_root for group in groups_of(part)):
                 raise PlanError(
                     f"{type(schedule).__name__} splits backward, and stage {stage.stage_index} has "
                     f"modules that FSDP2 reshards after forward: torch loses their gradients then; "

@@ -27,6 +27,8 @@ def test_stages_come_in_the_order_of_the_model() -> None:
 INTEROP = Path(pipegrad.interop.private.__file__).parent
 OWN = ("_pipegrad",)
 OTHERS = ("torchtitan.py",)  # uses names of another package
+# Names that torch 2.11 does not have yet: hasattr looks for them there.
+LATER = {"_stage_meta", "_fsdp_param_groups"} if torch.__version__ < "2.13" else set[str]()
 
 
 def used(file: Path) -> Iterator[tuple[str, str]]:
@@ -48,5 +50,5 @@ def test_torch_still_has_each_private_name_somewhere() -> None:
     known = set[str]()
     for source in Path(torch.__file__).parent.rglob("*.py"):
         known |= places.keys() & set(re.findall(r"\b_\w+", source.read_text(errors="replace")))
-    gone = {name: where for name, where in places.items() if name not in known}
+    gone = {name: where for name, where in places.items() if name not in known | LATER}
     assert gone == {}, f"torch {torch.__version__} has them no more: {gone}"
