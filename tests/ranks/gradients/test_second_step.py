@@ -1,4 +1,4 @@
-"""A second step without zero_grad is refused; one that accumulates adds up."""
+"""A second step without zero_grad: where nothing is reduced it adds up, else it is refused."""
 
 from __future__ import annotations
 
@@ -57,8 +57,40 @@ def stepped(sync: GradientSync) -> dict[str, list[float]]:
     return {name: gradient.tolist() for name, gradient in found.items() if gradient is not None}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reduced", [False, True])
+def test_steps_that_reduce_nothing_add_up_as_in_one_process() -> None:
+    """Issue 16, point 13. It was "already reduced"; in copies the first step's was lost."""
+    module = stage(a=(2,), b=(2,), c=(2,))
+    sync = GradientSync({0: module}, ALONE, handlers=[])
+    sync.optimizer_parameters()
+    add(sync, module, 4, a=8.0)
+    assert stepped(sync) == {"a": [8.0] * 2}
+    add(sync, module, 4, a=2.0, b=1.0)
+    assert stepped(sync) == {"a": [10.0] * 2, "b": [1.0] * 2}
+    add(sync, module, 4, b=3.0)
+    assert stepped(sync) == {"a": [10.0] * 2, "b": [4.0] * 2}
+    sync.clip_grad_norm_(1e-3)  # and what was clipped
+    clipped = stepped(sync)["a"][0]
+    with sync.accumulate():
+        add(sync, module, 2, a=1.0)
+    add(sync, module, 8, a=1.0)
+    assert stepped(sync)["a"] == pytest.approx([clipped + 2.0] * 2, rel=4 * EPS)
+    for one in sync.main_parameters():
+        if one.record.name == "a":
+            assert one.tensor.grad is not None
+            one.tensor.grad.zero_()
+        else:
+            one.tensor.grad = None
+    add(sync, module, 4, a=1.0, b=2.0)
+    assert stepped(sync) == {"a": [1.0] * 2, "b": [2.0] * 2}
+    sync.close()
+
+
+# Where nothing is reduced, gradients in .grad add up.
+REFUSED = [(way, is_reduced) for way in WAYS for is_reduced in (False, True)]
+REFUSED.remove(("in .grad", False))
+
+
+@pytest.mark.parametrize(("way", "reduced"), REFUSED)
 @pytest.mark.ranks(2)
 def test_a_result_that_was_not_zeroed_is_refused_and_named(way: str, reduced: bool) -> None:
     """Issue 16, point 13. In copies, the first step's gradient was lost in silence."""
