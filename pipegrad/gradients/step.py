@@ -202,10 +202,10 @@ class Step(Parts):
 
         Raises:
             StepError: If a reduced gradient of the last step is still there and not zero, if there
-                is any gradient and the divisor is None, if the divisor is None and accumulated steps have
-                a number, or the reverse, if a parameter is not as the ranks agreed, if a parameter
-                was changed after `publish`, or if gradients of this step are already sent. Then
-                call it again, because other ranks wait for this one.
+                is any gradient and the divisor is None, if the divisor is None and accumulated
+                steps have a number, or the reverse, if a parameter is not as the ranks agreed, if a
+                parameter was changed after `publish`, or if gradients of this step are already
+                sent. Then call it again, because other ranks wait for this one.
             ReduceError: If this rank cannot go on because an earlier step failed in a comm stream.
         """
         with self.bounded("prepare()"):
