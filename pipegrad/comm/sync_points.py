@@ -170,12 +170,6 @@ def finish_device(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def finish_event(event: torch.Event | None) -> None:
-    """Blocks the host until an event has happened; returns at once where there are no events."""
-    if event is not None:
-        event.synchronize()
-
-
 in_use = Backend()  # look it up at each use, sync_points.in_use, because `using` changes it
 sites: dict[str, Site] = {}
 

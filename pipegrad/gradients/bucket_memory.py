@@ -48,7 +48,6 @@ class FlatBuffer:
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self.device = buffer.device
-        self._home = sync_points.in_use.current(buffer.device)
         self._free = ALLOCATED(buffer.device)
 
     def acquire(self, site: sync_points.Wait) -> None:
@@ -58,12 +57,6 @@ class FlatBuffer:
     def release(self, site: sync_points.Record) -> None:
         """Makes the next writers wait for everything on the current stream until now."""
         self._free = site(self.device)
-
-    def return_home(self, site: sync_points.Wait) -> None:
-        """Makes the stream on which the buffer was allocated wait, like a writer."""
-        # Wait, because torch's allocator gives freed memory back to the stream of its allocation,
-        # without a wait for the other streams that have used it.
-        site(self._free, self.device, self._home)
 
 
 class BucketMemory:
