@@ -74,12 +74,13 @@ def test_a_port_in_use_is_one_line(job: Path, port: str) -> None:
 
 
 def test_ranks_that_do_not_come_are_waited_for_in_words(
-    job: Path, port: str, monkeypatch: pytest.MonkeyPatch
+    job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """WORLD_SIZE = 2 with one process waited half an hour without a word."""
     monkeypatch.setattr(process, "_JOIN_SECONDS", 2.0)
     monkeypatch.setattr(process, "_SILENT_SECONDS", 0.1)
-    free = str(int(port) + 1)
+    with closing(socket.create_server(("localhost", 0))) as server:
+        free = str(server.getsockname()[1])
     output = said(job, {**WHOLE, "WORLD_SIZE": "2", "MASTER_PORT": free})
     waits, error = output.splitlines()
     assert waits == f"rank 0 waits for all 2 ranks (WORLD_SIZE) to come to localhost:{free}"

@@ -96,7 +96,7 @@ def test_the_bubble_of_1f1b_is_the_known_one() -> None:
     # All that the page promises is there.
     keys = set(re.findall(r'"(\w+)":', json.dumps(summary)))
     page = (TIED_GPT.parents[1] / "docs" / "trainer.md").read_text()
-    promised = page.partition("| Key | What it has")[2].partition("\n\n")[0]
+    promised = page.partition("| Key | Contents")[2].partition("\n\n")[0]
     assert {"ranks", "launches"} <= set(re.findall(r"`(\w+)`", promised)) <= keys
     # Costs give seconds, memory and bytes.
     stage = StageCosts(1.0, 2.0, activation_bytes=100, outputs={"x": 7})
