@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_single_autograd
+from torch.distributed import _functional_collectives as functional
 
 import pipegrad
 from pipegrad import Scheduler, Stage, Topology
@@ -19,6 +19,8 @@ from pipegrad.schedules import Action, Schedule
 from tests.support.rounding import rounding
 
 WIDTH, ROWS = 6, 12
+gather: Any = getattr(functional, "all_gather_single_autograd", None)
+gather = gather or functional.all_gather_tensor_autograd  # its name before torch 2.13
 MOST = rounding(ROWS * WIDTH, dtype=torch.float64)
 MOST_OF_LOSS = rounding(1, dtype=torch.float32) * 4  # a result has a loss in float32, of about 4
 
@@ -172,8 +174,8 @@ def test_a_loss_may_gather_the_rows_of_all_replicas() -> None:
     first = topology.coordinate("dp") * ROWS // 2
 
     def loss_fn(image: Tensor, text: Tensor, target: Tensor) -> Tensor:
-        images, texts = (all_gather_single_autograd(x, 0, group) for x in (image, text))
-        targets = all_gather_single_autograd(target.double(), 0, group)
+        images, texts = (gather(x, 0, group) for x in (image, text))
+        targets = gather(target.double(), 0, group)
         return contrastive(images, texts, targets.long())
 
     twins = Twins(num_microbatches=3, loss_fn=loss_fn)
