@@ -184,14 +184,14 @@ class ModelRecorder(TorchDispatchMode):
     @contextmanager
     def noticing_functions(self) -> Iterator[None]:
         """Notes the model's autograd functions, because layers run without a graph inside."""
-        original: Any = vars(torch.autograd.Function)["apply"].__func__
+        original: Any = vars(torch.autograd.Function)["apply"]
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             outer = self._function
             # Except checkpoints, because they run their layers again in backward, with a graph.
             self._function = "" if cls is CheckpointFunction else cls.__name__
             try:
-                return original(cls, *args, **kwargs)
+                return original.__get__(None, cls)(*args, **kwargs)
             finally:
                 self._function = outer
 
