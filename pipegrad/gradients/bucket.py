@@ -28,11 +28,13 @@ from torch import nn
 from pipegrad.comm import sync_points
 from pipegrad.errors import StepError
 from pipegrad.gradients.bucket_memory import BucketMemory
-from pipegrad.gradients.hook import Hook
 from pipegrad.gradients.parameter import Param
+from pipegrad.interop.private import resting_hook
 from pipegrad.model.dtensor import as_dtensor, is_dtensor, local, redistribute_gradient
 from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradients, take_gradient
 
+# For each parameter the table of its hooks, and our number there: see `resting_hook`.
+Hooks = list[tuple[dict[int, Callable[[nn.Parameter], object]], int]]
 _VERSION = attrgetter("_version")
 _NAMED = 1 << 30  # count of a gradient that `parameters_final` named; larger than any other
 
@@ -62,6 +64,10 @@ class GradientBucket:
         may_leave_early: bool,
         main_grad: MainGrad | None = None,
     ) -> None:
+        # Made when they first run, because autograd looks for hooks of the parameter in each
+        # backward from then on.
+        self._hooks: Hooks = []
+        self._taking: Hooks = []  # with `main_grad`
         self.parameters = parameters
         self.memory = memory
         self.stages = frozenset(parameters[0].homes)
@@ -97,7 +103,6 @@ class GradientBucket:
             as_dtensor(slot, tensor) if is_dtensor(tensor) else slot
             for slot, tensor in zip(memory.slots, self._live, strict=True)
         ]
-        self.remove_hooks()
 
     def connect(self, ready: dict[GradientBucket, None], leave: Callable[[], None]) -> None:
         """Makes the functions of the hooks, which may run in a thread of autograd.
@@ -132,21 +137,20 @@ class GradientBucket:
 
     def remove_hooks(self) -> None:
         """Removes all hooks."""
-        # Make them when they first run, because autograd looks for hooks of the parameter in each
-        # backward from then on.
-        self._hooks: list[Hook] = []
-        self._taking: list[Hook] = []  # with `main_grad`
+        # A function that is called may hold neither a parameter nor this bucket, because the
+        # garbage collector does not see that a parameter holds its hooks.
+        _rest(self._hooks)
+        _rest(self._taking)
 
-    def _run(self, hooks: list[Hook], calls: Sequence[Callable[[nn.Parameter], None]]) -> None:
+    __del__ = remove_hooks  # of a step that did not end
+
+    def _run(self, hooks: Hooks, calls: Sequence[Callable[[nn.Parameter], None]]) -> None:
         """Makes autograd call these, after all hooks that the parameters have now."""
         if not hooks:
-            hooks += map(Hook, self._live)
-        for hook, call in zip(hooks, calls, strict=True):
-            hook.run(call)
-
-    def _rest(self) -> None:
-        for hook in self._hooks:
-            hook.rest()
+            hooks += map(resting_hook, self._live)
+        _rest(hooks)  # torch calls the values of a table in its order
+        for (table, number), call in zip(hooks, calls, strict=True):
+            table[number] = call
 
     # The verbs of a step, in order.
 
@@ -315,7 +319,7 @@ class GradientBucket:
         self.waiting.discard(stage)
         if not self.waiting:
             # Only when no backward runs, because autograd may walk the hooks of a parameter.
-            self._rest()
+            _rest(self._hooks)
         if self.state is not BucketState.OPEN:
             return False
         self.memory.add_stream()
@@ -377,7 +381,7 @@ class GradientBucket:
 
     def give_up(self) -> None:
         """Fills the bucket with zeros, for other ranks that wait for it after a failed step."""
-        self._rest()
+        _rest(self._hooks)
         self.state = BucketState.FINAL
         with self.memory.gathering():
             self.memory.zero()
@@ -451,7 +455,7 @@ class GradientBucket:
     def drop(self) -> None:
         """Sets all gradients to None after a failed step, because they may be incomplete."""
         self.state = BucketState.RESTS
-        self._rest()
+        _rest(self._hooks)
         for number, main_shard in enumerate(self._main_shards):
             self._set(number, None)
             self._live[number].grad = None  # `main_grad` may not have it yet
@@ -471,6 +475,11 @@ class GradientBucket:
         if self._has_dtensors:
             versions = list(map(add, versions, map(_VERSION, self._gradients)))
         return versions
+
+
+def _rest(hooks: Hooks) -> None:
+    for table, number in hooks:
+        table.pop(number, None)
 
 
 def _on_streams(
