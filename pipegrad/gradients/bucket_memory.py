@@ -163,7 +163,7 @@ class BucketMemory:
         with torch.no_grad():
             if set(map(_LAYOUT, gradients)) - {torch.strided}:
                 for gradient, slot in zip(gradients, into, strict=True):
-                    write(slot, gradient)
+                    slot.zero_().add_(gradient)
             else:
                 torch._foreach_copy_(into, list(gradients))
 
@@ -191,8 +191,7 @@ class BucketMemory:
         # all other streams that wrote.
         self._divisor = divisor * self._mean
         if self.is_apart:
-            # Divide during the copy, in the wider of the two dtypes, because it is rounded once.
-            write(self._payload, self._gradients, self._divisor)
+            _copy_divided(self._payload, self._gradients, self._divisor)
             self._divisor = 1.0
         if not self.bucket.route:
             self.divide()
@@ -258,19 +257,12 @@ class BucketMemory:
         return self._memory.buffer[region.start : region.stop + len(self.bucket.slots)]
 
 
-def write(slot: torch.Tensor, gradient: torch.Tensor, divisor: float = 1.0) -> None:
-    """Overwrites a slot with a gradient, divided.
-
-    Sync: on the current stream. One pass over both, if the slot's dtype is not the wider one.
-    """
-    with torch.no_grad():
-        if gradient.is_sparse:
-            slot.zero_().add_(gradient)
-        elif divisor != 1 and torch.promote_types(gradient.dtype, slot.dtype) == gradient.dtype:
-            torch.div(gradient.detach(), divisor, out=slot)
-            return
-        else:
-            slot.copy_(gradient.detach())
-        if divisor != 1:
-            # A division in the narrower dtype would round once more.
-            slot.div_(divisor)
+def _copy_divided(payload: torch.Tensor, gradients: torch.Tensor, divisor: float) -> None:
+    """Copies gradients to the wire. They are divided in the wider of the two dtypes."""
+    # One pass if the gradients are wider. A division in the narrower dtype would round once more.
+    if divisor != 1 and torch.promote_types(gradients.dtype, payload.dtype) == gradients.dtype:
+        torch.div(gradients, divisor, out=payload)
+        return
+    payload.copy_(gradients)
+    if divisor != 1:
+        payload.div_(divisor)
