@@ -74,6 +74,7 @@ class BucketMemory:
 
     Attributes:
         bucket: The bucket.
+        rank: This rank.
         slots: Views, in the order of the bucket. Each has a separate version, which grows with each
             write into it, but not with a write by an address or by this class.
         reduced: The part of the slots that this rank has after all reductions; see [Note: shards].
@@ -87,7 +88,7 @@ class BucketMemory:
         self.bucket = bucket
         self.device = device
         self.is_apart = bucket.dtype != bucket.wire_dtype
-        self._rank = rank
+        self.rank = rank
         self._mean = mean
         self._divisor = 1.0
         # None on CPU, because a task is submitted only after the writes of all threads.
@@ -253,7 +254,7 @@ class BucketMemory:
 
     def part(self, num_steps: int) -> torch.Tensor:
         """Returns this rank's part after `num_steps` reductions: payload and flags, flat."""
-        region = self.bucket.region(self._rank, num_steps)
+        region = self.bucket.region(self.rank, num_steps)
         return self._memory.buffer[region.start : region.stop + len(self.bucket.slots)]
 
 
