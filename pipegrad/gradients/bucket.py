@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from functools import partial
 from operator import add, attrgetter, is_, ne
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ from pipegrad.gradients.bucket_memory import BucketMemory
 from pipegrad.gradients.parameter import Param
 from pipegrad.interop.private import resting_hook
 from pipegrad.model.dtensor import as_dtensor, is_dtensor, local, redistribute_gradient
-from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradients, take_gradient
+from pipegrad.model.main_grad import MainGrad, take_gradient
 
 # For each parameter the table of its hooks, and our number there: see `resting_hook`.
 Hooks = list[tuple[dict[int, Callable[[nn.Parameter], object]], int]]
@@ -75,6 +76,7 @@ class GradientBucket:
         self.waiting: set[int] = set()
         self.num_early = 0
         self._main_grad = main_grad
+        self._attribute = "grad" if main_grad is None else "main_grad"
         self._main_shards = [p.apart for p in parameters]
         self._fixed_divisor = memory.bucket.divisor
         self._may_leave_early = may_leave_early
@@ -160,7 +162,7 @@ class GradientBucket:
         Raises:
             StepError: Names the parameter.
         """
-        self._present = present = gradients_of(self._live, self._main_grad)
+        self._present = present = self._read()
         if continuing:
             return
         self._cleared = set()
@@ -251,11 +253,12 @@ class GradientBucket:
         for number, _ in own if not continuing and divisor != 1 else ():
             slots[number].mul_(divisor)
         self._present = []
-        set_gradients(self._live, self._gradients, self._main_grad)
         self._open()
 
     def _open(self) -> None:
-        """Makes all gradients open."""
+        """Makes all gradients open: each is its slot."""
+        for tensor, slot in zip(self._live, self._gradients, strict=True):
+            setattr(tensor, self._attribute, slot)
         self.state = BucketState.OPEN
         self.waiting = set(self.stages)
         self._announced.clear()
@@ -264,6 +267,9 @@ class GradientBucket:
         self._left[0] = number
         self._absent = []
         if self._main_grad is not None:  # they run after the hooks of users
+            named: Any
+            for named in self._live:
+                named.grad_added_to_main_grad = False  # fused kernels need the attribute to exist
             me = weakref.ref(self)
             self._run(self._taking, [partial(_take, me, i) for i in range(number)])
 
@@ -354,7 +360,7 @@ class GradientBucket:
     def _sorted(self) -> tuple[list[int], list[int]]:
         """Returns the gradients that seem to be absent, and those that are not in their slots."""
         absent, elsewhere = list[int](), list[int]()
-        present, versions = gradients_of(self._live, self._main_grad), self._versions()
+        present, versions = self._read(), self._versions()
         if all(map(is_, present, self._gradients)) and all(map(ne, versions, self._begun)):
             return absent, elsewhere
         for number, gradient in enumerate(present):
@@ -375,9 +381,7 @@ class GradientBucket:
     def _placed(self, number: int) -> torch.Tensor:
         """Returns a gradient that is elsewhere; of a DTensor, this rank's part of it."""
         redistribute_gradient(self._live[number])  # as autograd does before it adds
-        (gradient,) = gradients_of([self._live[number]], self._main_grad)
-        assert gradient is not None
-        return local(gradient)
+        return local(getattr(self._live[number], self._attribute))
 
     def give_up(self) -> None:
         """Fills the bucket with zeros, for other ranks that wait for it after a failed step."""
@@ -391,7 +395,7 @@ class GradientBucket:
         """Returns the error of a gradient that was added to after it was final."""
         if self.state is not BucketState.FINAL:
             return None
-        self._present, versions = gradients_of(self._live, self._main_grad), self._versions()
+        self._present, versions = self._read(), self._versions()
         is_there = all(map(is_, self._present, self._gradients))
         if is_there and versions == self._final and self._main_grad is None:
             return None
@@ -465,8 +469,12 @@ class GradientBucket:
     def _key(self, number: int) -> str:
         return self.parameters[number].record.key
 
+    def _read(self) -> list[torch.Tensor | None]:
+        """Returns the gradients of all parameters, from ``.grad`` or ``.main_grad``."""
+        return [getattr(tensor, self._attribute, None) for tensor in self._live]
+
     def _set(self, number: int, gradient: torch.Tensor | None) -> None:
-        set_gradients([self._live[number]], [gradient], self._main_grad)
+        setattr(self._live[number], self._attribute, gradient)
 
     def _versions(self) -> list[int]:
         """Returns the count of writes to each slot. DTensor counts writes in the whole tensor."""
