@@ -28,7 +28,7 @@ from torch import nn
 
 from pipegrad.comm import sync_points
 from pipegrad.errors import StepError
-from pipegrad.gradients.bucket_memory import BucketMemory
+from pipegrad.gradients.bucket_memory import RELEASED, BucketMemory
 from pipegrad.gradients.parameter import Param
 from pipegrad.interop.private import resting_hook
 from pipegrad.model.dtensor import as_dtensor, is_dtensor, local, redistribute_gradient
@@ -423,7 +423,7 @@ class GradientBucket:
             for number in range(len(self._live)):
                 self._put_result(number, has_any=number not in nobody)
         self._present = []
-        self.memory.release()
+        self.memory.release(RELEASED)
 
     def _nobody(self) -> Collection[int]:
         """Returns the slots to which no rank contributed. Blocks the host if this rank has some."""

@@ -59,7 +59,7 @@ class FlatBuffer:
         self._free = site(self.device)
 
 
-class BucketMemory:
+class BucketMemory(FlatBuffer):
     """The memory of one bucket: a slot for each gradient, and a flag for each slot.
 
     The reduced memory is flat, ``(numel,)`` of the wire dtype: first the slots, then the flags. If
@@ -86,7 +86,6 @@ class BucketMemory:
         self, bucket: Bucket, device: torch.device, *, rank: int = 0, mean: int = 1
     ) -> None:
         self.bucket = bucket
-        self.device = device
         self.is_apart = bucket.dtype != bucket.wire_dtype
         self.rank = rank
         self._mean = mean
@@ -100,7 +99,7 @@ class BucketMemory:
         self._gradients = self._payload
         if self.is_apart:
             self._gradients = torch.zeros(bucket.payload_numel, dtype=bucket.dtype, device=device)
-        self._memory = FlatBuffer(flat)  # after both, because its event stands for all memory
+        super().__init__(flat)  # after both, because its event stands for all memory
         # `.data`, because it has a separate version counter: each slot counts its own writes, and
         # no writes of comm streams.
         self.slots = [
@@ -121,7 +120,7 @@ class BucketMemory:
         # Step 1 of the journey of a gradient. Wait, because the collective of the last step may
         # still read on its comm stream.
         self._streams.clear()
-        self._memory.acquire(RESET_FREE)
+        self.acquire(RESET_FREE)
         if not continuing:
             self._gradients.zero_()
         self._flags.fill_(1)
@@ -181,7 +180,7 @@ class BucketMemory:
     def zero(self) -> None:
         """Zeroes all slots and flags, because no gradient of a failed step may be sent."""
         self._gradients.zero_()
-        self._memory.buffer.zero_()
+        self.buffer.zero_()
 
     def complete(self, divisor: float) -> None:
         """Ends the writes of a step: the bucket may leave.
@@ -226,13 +225,6 @@ class BucketMemory:
         if self.is_apart:
             self._gradients[self._region.start : self._region.stop].copy_(self.reduced)
 
-    def release(self) -> None:
-        """Called when gradients have the results.
-
-        Sync: the next writers wait for everything on the current stream until now.
-        """
-        self._memory.release(RELEASED)
-
     def contributed(self) -> list[bool]:
         """Returns a bool for each slot: True if any rank has a gradient. Blocks the host."""
         return [flag != 0 for flag in self._contributed.tolist()]
@@ -255,7 +247,7 @@ class BucketMemory:
     def part(self, num_steps: int) -> torch.Tensor:
         """Returns this rank's part after `num_steps` reductions: payload and flags, flat."""
         region = self.bucket.region(self.rank, num_steps)
-        return self._memory.buffer[region.start : region.stop + len(self.bucket.slots)]
+        return self.buffer[region.start : region.stop + len(self.bucket.slots)]
 
 
 def _copy_divided(payload: torch.Tensor, gradients: torch.Tensor, divisor: float) -> None:
