@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import PlanError
-from pipegrad.model.dtensor import local
 from pipegrad.model.main_grad import MainGrad
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import ParameterRecord
@@ -84,12 +83,6 @@ class MainParameter:
     def copied(self) -> bool:
         """True if it is a copy, in another dtype than the parameter."""
         return self.tensor.dtype != self.record.dtype
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """The gradient that the optimizer uses; for a DTensor, this rank's part."""
-        gradient = self.tensor.grad
-        return None if gradient is None else local(gradient)
 
     def bind(self, source: Tensor) -> None:
         """Takes the values of the parameter or the shard, and its memory if the dtypes are equal.

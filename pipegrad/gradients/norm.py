@@ -16,7 +16,6 @@ import torch
 from pipegrad.comm.activity import Tape
 from pipegrad.comm.process_groups import Groups
 from pipegrad.gradients.main_params import uncut_names
-from pipegrad.model.dtensor import local
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.routes import is_counted
@@ -173,7 +172,7 @@ def non_finite_keys(gradients: Mapping[str, torch.Tensor]) -> list[str]:
 
     Sync: on the current stream. The host waits for it once.
     """
-    finite = [torch.isfinite(local(each).detach()).all() for each in gradients.values()]
+    finite = [torch.isfinite(each.detach()).all() for each in gradients.values()]
     are_finite = torch.stack(finite).tolist() if finite else []
     return [key for key, is_finite in zip(gradients, are_finite, strict=True) if not is_finite]
 

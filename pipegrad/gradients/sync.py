@@ -48,6 +48,7 @@ from pipegrad.gradients.norm import NonFinite, clip_, merge_non_finite, non_fini
 from pipegrad.gradients.optimizer_watch import Gradients
 from pipegrad.gradients.set_up import negotiate
 from pipegrad.gradients.step import State, Statistics, Step
+from pipegrad.model.dtensor import local
 from pipegrad.model.main_grad import MainGrad
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard
@@ -239,11 +240,11 @@ class GradientSync(Step):
         return merge_non_finite(self.manifest, dict(zip(self._ranks, replies, strict=True)))
 
     def _main_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the gradients of this rank's main parameters, by key."""
+        """Returns the gradients of this rank's main parameters, by key; of DTensors, its parts."""
         return {
-            key: gradient
+            key: local(gradient)
             for key, parameter in self._parameters.items()
-            if parameter.main is not None and (gradient := parameter.main.gradient) is not None
+            if parameter.main is not None and (gradient := parameter.result) is not None
         }
 
     def scale_by(self, scaler: GradScaler) -> None:
