@@ -368,7 +368,7 @@ class Parts:
             device=device,
         )
         self._drift = DriftCheck(
-            plan.packs,
+            plan,
             by_key,
             frozenset(  # the same on all ranks
                 record.key

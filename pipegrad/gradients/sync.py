@@ -556,7 +556,7 @@ class GradientSync(Step):
         self.reshard()
         # Values first, because shards and master copies are made of them, and must be equal on all
         # ranks.
-        make_equal(self.plan.packs, self._parameters, self._groups)
+        make_equal(self.plan, self._parameters, self._groups)
         for parameter in self._parameters.values():
             parameter.move()
         self._parameter_sync.forget()

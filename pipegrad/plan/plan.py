@@ -11,7 +11,6 @@ from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.buckets import (
     Bucket,
-    cut_by_bytes,
     in_few_words,
     localised,
     make_buckets,
@@ -29,7 +28,6 @@ from pipegrad.plan.routes import (
     make_routes,
     part_of,
     shared_routes,
-    signature,
     steps_taken,
 )
 from pipegrad.plugins.handler import GradientHandler, ParameterRecord, ReductionStep
@@ -86,10 +84,6 @@ class MainRange:
     sharded: bool
 
 
-Pack = tuple[Route, tuple[str, ...]]
-"""Parameters, frozen ones too, that are made equal together: their route and their keys."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything one rank does with gradients, in order.
@@ -102,8 +96,8 @@ class Plan:
         main_ranges: Parts that the optimizer of this rank steps, by stage and position.
         trained_numel: Elements of all trained parameters that this rank holds.
         syncs_parameters: Whether any rank needs a parameter sync.
-        routes: Key -> route, for every parameter that this rank reduces or keeps equal.
-        packs: The parameters of this rank, for making replicas equal.
+        routes: Key -> route, for every parameter that this rank reduces or keeps equal, also frozen
+            ones. By key, because all ranks make copies equal in this order.
         groups: Process groups of all ranks, as (ranks, comm stream or `second_communicator` of a
             comm stream). All ranks make them in this order.
         digest: Digest of the routes and buckets of all ranks. Plans with equal digests fit
@@ -123,7 +117,6 @@ class Plan:
     trained_numel: int
     syncs_parameters: bool
     routes: tuple[tuple[str, Route], ...]
-    packs: tuple[Pack, ...]
     groups: tuple[tuple[tuple[int, ...], int], ...]
     digest: str
     divisors: tuple[tuple[str, float], ...] = ()
@@ -302,8 +295,7 @@ def _plan_of(
         publishes=_publishes(local, view, routes, options.comm_streams),
         main_ranges=tuple(_main_ranges(trained, local, route_of, rank)),
         trained_numel=sum(record.numel for record in trained),
-        routes=tuple(route_of.items()),
-        packs=tuple(_packs(held, route_of, options.bucket_bytes)),
+        routes=tuple(sorted(route_of.items())),
         divisors=tuple((r.key, divisors[r.key]) for r in held if r.key in divisors),
     )
 
@@ -315,20 +307,6 @@ def buckets_alone(manifest: Manifest, plan: Plan, view: Topology) -> tuple[Bucke
     shapes = {r.key: shard.shape for r in held if (shard := manifest.shard(view.rank, r.key))}
     buckets = unsent_buckets(manifest, held, dict(plan.divisors))
     return localised(buckets, {r.key: () for r in held}, shapes)
-
-
-def _packs(
-    records: Iterable[ParameterRecord], routes: Mapping[str, Route], capacity_bytes: int
-) -> Iterator[Pack]:
-    """Yields the packs of a rank, in the same order and with the same keys on ranks that share."""
-    families: dict[tuple[object, ...], list[ParameterRecord]] = {}
-    for record in sorted(records, key=lambda record: record.key):
-        if route := routes.get(record.key):
-            kind = record.holders, str(record.dtype), signature(route)
-            families.setdefault(kind, []).append(record)
-    for _, family in sorted(families.items()):
-        for run in cut_by_bytes(family, family[0].dtype, capacity_bytes):
-            yield routes[run[0].key], tuple(record.key for record in run)
 
 
 def _launches(buckets: Iterable[Bucket], rank: int, comm_streams: int) -> tuple[Launch, ...]:
