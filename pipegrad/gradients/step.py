@@ -86,10 +86,9 @@ TRANSITIONS: Mapping[str, Mapping[State, State]] = {
     "stage_final": {State.OPEN: State.LEAVING, State.LEAVING: State.LEAVING},
     "finish": {State.OPEN: State.BETWEEN, State.LEAVING: State.BETWEEN},
     "drop_gradients": dict.fromkeys(State, State.BETWEEN) | {State.CLOSED: State.CLOSED},
-    "publish_if_due": _BETWEEN | _INSIDE,
+    "publish": _BETWEEN | _INSIDE,  # inside a step there is nothing to send
     **dict.fromkeys(
         (
-            "publish",
             "wait_parameters",
             "clip_grad_norm_",
             "non_finite",

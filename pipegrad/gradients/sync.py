@@ -372,25 +372,16 @@ class GradientSync(Step):
         you do not call it, the next method that reads parameters does. All ranks must make the same
         calls.
 
+        Call it before an evaluation, too. An optimizer that steps after it with the same gradients
+        raises StepError.
+
         Sync: on the comm streams, after everything on the current stream.
 
         Raises:
-            StepError: Inside a step, or if `optimizer_parameters` was never called.
+            StepError: If the gradients of a step were not published, and `optimizer_parameters` was
+                never called.
         """
         self._check("publish")
-        self._parameter_sync.refuse_untaken()
-        self._parameter_sync.publish()
-
-    @outside_of_graphs
-    def publish_if_due(self) -> None:
-        """Publishes parameters that were not published since `finish`.
-
-        Call it, for example, before an evaluation. An optimizer that steps after it with the same
-        gradients raises StepError.
-
-        Sync: as `publish`; all ranks must call it.
-        """
-        self._check("publish_if_due")
         self._parameter_sync.publish()
 
     @outside_of_graphs
@@ -582,7 +573,7 @@ class GradientSync(Step):
         # Agree first, because checksums use the communicators of buckets. If a rank called this
         # alone, its checksums would be added to the gradients of ranks that are in a step.
         agree("check_replicas", check, ranks=self._ranks, timeout_seconds=self._agree_seconds)
-        self.publish_if_due()
+        self.publish()
         with self.bounded("check_replicas()"):
             self._parameter_sync.wait()
             self.reshard()

@@ -203,7 +203,6 @@ def test_a_verb_is_refused_while_a_cuda_graph_is_captured() -> None:
         prepare=sync.prepare,
         clip_grad_norm_=lambda: sync.clip_grad_norm_(1.0),
         publish=sync.publish,
-        publish_if_due=sync.publish_if_due,
         check_replicas=sync.check_replicas,
         all_reduce=lambda: bucketer.all_reduce(torch.ones(2), callback=print),
         flush=bucketer.flush,
