@@ -33,6 +33,7 @@ from pipegrad.gradients.parameter import Param
 from pipegrad.interop.private import resting_hook
 from pipegrad.model.dtensor import as_dtensor, is_dtensor, local, redistribute_gradient
 from pipegrad.model.main_grad import MainGrad, take_gradient
+from pipegrad.plugins.handler import Placement
 
 # For each parameter the table of its hooks, and our number there: see `resting_hook`.
 Hooks = list[tuple[dict[int, Callable[[nn.Parameter], object]], int]]
@@ -81,7 +82,7 @@ class GradientBucket:
         self._fixed_divisor = memory.bucket.divisor
         self._may_leave_early = may_leave_early
         self._divisor = 1.0
-        self._is_sharded = any(leg.placement.divides_elements for leg in memory.bucket.route)
+        self._is_sharded = any(leg.placement is Placement.SHARD for leg in memory.bucket.route)
         self._has_result = any(p.main for p in parameters)
         # True if nothing must be put in place, because slots are the results.
         self._is_plain = all(p.main for p in parameters) and not any(self._main_shards)

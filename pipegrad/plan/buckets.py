@@ -11,7 +11,7 @@ import torch
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.routes import Divisors, Route, signature
-from pipegrad.plugins.handler import ParameterRecord
+from pipegrad.plugins.handler import ParameterRecord, Placement
 from pipegrad.printable import printable
 from pipegrad.topology import Topology
 
@@ -116,9 +116,9 @@ class Bucket(Kind):
         Without SHARD or WHOLE the counts do not change.
         """
         reduction = self.route[step]
-        if reduction.placement.divides_parameters:
+        if reduction.placement is Placement.WHOLE:
             return self.whole_numels
-        shards = len(reduction.ranks) if reduction.placement.divides_elements else 1
+        shards = len(reduction.ranks) if reduction.placement is Placement.SHARD else 1
         return (len(self.region(rank, step)) // shards,) * len(reduction.ranks)
 
     def pieces(self, rank: int, num_steps: int) -> tuple[Slot, ...]:
@@ -237,7 +237,7 @@ def unsent_buckets(
 
 def _num_owners(route: Route) -> int:
     """Returns the number of ranks that divide whole parameters; `make_routes` allows one WHOLE."""
-    return max((len(s.ranks) for s in route if s.placement.divides_parameters), default=1)
+    return max((len(s.ranks) for s in route if s.placement is Placement.WHOLE), default=1)
 
 
 def cut_by_bytes(
@@ -294,7 +294,7 @@ def _bucket(
     """Returns a bucket of some parameters. With WHOLE the slots of each rank lie together."""
     wire, numels = kind.wire_dtype, tuple[int, ...]()
     for step in route:
-        if step.placement.divides_parameters:
+        if step.placement is Placement.WHOLE:
             shares = share_out(records, costs.setdefault(step.ranks, [0] * len(step.ranks)))
             records = [record for share in shares for record in share]
             numels = tuple(sum(_aligned(x.numel, wire) for x in share) for share in shares)
@@ -304,7 +304,7 @@ def _bucket(
         offset += _aligned(record.numel, wire)
     # All shards have the same size. No shard may be smaller than the flags, because these are
     # written right after a shard, over a shard of another rank; see [Note: shards].
-    num_shards = math.prod(len(s.ranks) for s in route if s.placement.divides_elements)
+    num_shards = math.prod(len(s.ranks) for s in route if s.placement is Placement.SHARD)
     minimum = len(slots) * num_shards if num_shards > 1 else 0
     return Bucket(
         **vars(kind),

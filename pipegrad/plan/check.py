@@ -26,7 +26,7 @@ from pipegrad.plan.routes import (
     signature,
     steps_taken,
 )
-from pipegrad.plugins.handler import GradientHandler, ReductionStep, matches_any
+from pipegrad.plugins.handler import GradientHandler, Placement, ReductionStep, matches_any
 from pipegrad.topology import Topology
 
 
@@ -227,7 +227,7 @@ def check_sums(buckets: Iterable[Bucket], handlers: Mapping[str, GradientHandler
                 )
             # Refuse longer chains, because each rank of a chain rounds the sum that it sends. Two
             # ranks add once.
-            if step.placement.has_owner and len(step.ranks) > 2:
+            if step.placement is Placement.OWNER and len(step.ranks) > 2:
                 raise PlanError(
                     f"{words}{bucket.names} along a chain of {len(step.ranks)} ranks, which round "
                     f"the sum one after the other: use the placement 'replicate', or drop sum_dtype"

@@ -30,7 +30,7 @@ from pipegrad.plan.routes import (
     shared_routes,
     steps_taken,
 )
-from pipegrad.plugins.handler import GradientHandler, ParameterRecord, ReductionStep
+from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement, ReductionStep
 from pipegrad.topology import Topology
 
 
@@ -158,7 +158,7 @@ class Plan:
         return frozenset(
             key
             for key, route in self.routes
-            if any(step.placement.divides_elements for step in route)
+            if any(step.placement is Placement.SHARD for step in route)
         )
 
     @property
@@ -357,7 +357,7 @@ def _readers(
     bucket: Bucket, step: ReductionStep, ranks: Sequence[int], view: Topology
 ) -> tuple[int, ...]:
     """Returns the stages on `ranks` that receive parameters by the sync along a reduction."""
-    owner = step.owner if step.placement.has_owner else None
+    owner = step.owner if step.placement is Placement.OWNER else None
     locations = {view.at(rank).coordinate(view.pipeline) for rank in ranks if rank != owner}
     return tuple(s for s in bucket.holders if view.stage_to_rank[s] in locations)
 
@@ -387,7 +387,7 @@ def _main_ranges(
             part = slot.within(bucket.region(rank, len(route)))
             if not part:
                 continue
-        sharded = any(step.placement.divides_elements for step in route)
+        sharded = any(step.placement is Placement.SHARD for step in route)
         yield MainRange(record.key, part.start, part.stop, sharded=sharded)
 
 
