@@ -205,18 +205,6 @@ class BucketMemory(FlatBuffer):
         if self._divisor != 1:
             self._payload.div_(self._divisor)
 
-    def end_reduction(self, step: int, divisor: int) -> None:
-        """Ends a reduction: divides this rank's part.
-
-        Args:
-            step: The number of the reduction.
-            divisor: The divisor; 1 for no division.
-
-        Sync: on the current stream, a comm stream.
-        """
-        if divisor != 1:
-            self.part(step + 1).div_(divisor)
-
     def end_step(self) -> None:
         """Ends the reductions of a step: this rank's results are in the slots.
 

@@ -182,22 +182,19 @@ class Reducer:
                 fill()
                 self._step.complete.add(bucket)
                 for queue in self._step.queues:
-                    self._launch_due(queue)
+                    # A bucket that is complete before its turn waits here, because all ranks must
+                    # launch in the order of the plan. See [Note: order of collectives].
+                    while queue and queue[0].index in self._step.complete:
+                        flat = queue.popleft()
+                        # The comm stream waits for the writes, not the host: backward goes on.
+                        after = [] if flat.memory.event is None else [flat.memory.event]
+                        comm_stream = self.comm_streams[flat.launch.comm_stream]
+                        comm_stream.submit(partial(self._reduce, flat), after)
             except Exception:
                 self._is_in_doubt = False
                 raise
             # After Ctrl-C the flag stays, because it may have come between `fill` and the launch.
             self._is_in_doubt = False
-
-    def _launch_due(self, queue: deque[StepBucket]) -> None:
-        """Submits the next collectives of a comm stream, in order, while buckets are complete."""
-        # A bucket that is complete before its turn waits here, because all ranks must launch in the
-        # order of the plan. See [Note: order of collectives].
-        while queue and queue[0].index in self._step.complete:
-            flat = queue.popleft()
-            # The comm stream waits for the writes, not the host, because backward goes on.
-            after = [] if flat.memory.event is None else [flat.memory.event]
-            self.comm_streams[flat.launch.comm_stream].submit(partial(self._reduce, flat), after)
 
     def _mean_of(self, bucket: Bucket) -> int:
         """Returns the divisor of gradients before all reductions, for their means."""
@@ -275,8 +272,8 @@ class Reducer:
             COLLECTIVE(work)
             flat.arriving = None
             is_mean = flat.is_mean or self._handlers[step.handler].leaves == "mean"
-            is_sum_of_mean = step.op == "mean" and not is_mean
-            flat.memory.end_reduction(flat.launch.step, len(step.ranks) if is_sum_of_mean else 1)
+            if step.op == "mean" and not is_mean:
+                flat.memory.part(flat.launch.step + 1).div_(len(step.ranks))
         self.tape.note("reduction", (flat.index, flat.launch.step), began)
 
     @contextmanager
