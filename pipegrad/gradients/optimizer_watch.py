@@ -257,9 +257,14 @@ class OptimizerWatch:
 
     def _siblings(self) -> list[OptimizerWatch]:
         """Returns the watches of other syncs of the same parameters."""
-        mine = {id(p.tensor) for p in self._parameters}
-        others = [watch for watch in list(_watches.values()) if watch is not self]
-        return [x for x in others if not mine.isdisjoint(id(p.tensor) for p in x._parameters)]
+        return [
+            watch
+            for watch in list(_watches.values())
+            if watch is not self
+            and not {id(p.tensor) for p in watch._parameters}.isdisjoint(
+                id(p.tensor) for p in self._parameters
+            )
+        ]
 
     def expect(self, *, has_gradients: bool) -> None:
         """Sets whether there are gradients for an optimizer, of a step that has just ended."""
