@@ -69,7 +69,7 @@ def test_a_cast_is_the_sum_of_rounded_parts(num_ranks: int, hook: str) -> None:
     # Half of the bytes travel, and flags as they are.
     flags, halves = (call.args[0] for call in sent.call_args_list)
     assert (flags.dtype, flags.nbytes, halves.dtype) == (torch.float32, 4, CAST[hook])
-    assert sync.statistics().reduced_bytes == 2 * halves.nbytes + flags.nbytes
+    assert sync.plan.reduced_bytes == 2 * halves.nbytes + flags.nbytes
     true = torch.zeros_like(halves)  # of the same size: so gloo adds in the same order
     true[:40] = gradient(rank()).to(CAST[hook]).div_(num_ranks)
     dist.all_reduce(true)
