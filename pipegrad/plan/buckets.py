@@ -158,22 +158,22 @@ def in_few_words(keys: Sequence[str]) -> str:
 
 
 def make_buckets(
+    records: Iterable[ParameterRecord],
+    routes: Mapping[str, Route],
+    *,
     manifest: Manifest,
     topology: Topology,
-    routes: Mapping[str, Route],
     divisors: Divisors,
     options: GradientOptions,
 ) -> tuple[Bucket, ...]:
-    """Returns the buckets of all ranks, numbered by readiness."""
+    """Returns the buckets of trained parameters, numbered by readiness."""
     alone = options.stage_ticks or range(topology.num_stages - 1, -1, -1)
     several = options.shared_ticks or alone
     # Reverse order of the model, because backward completes gradients in this order: the first
     # bucket is complete early, and its collective runs during the rest of the backward.
     families: dict[tuple[Kind, object], list[ParameterRecord]] = {}
-    for record in sorted(manifest.parameters, key=lambda x: (x.position, x.key), reverse=True):
-        route = routes.get(record.key, ())
-        if not route or not record.requires_grad:
-            continue
+    for record in sorted(records, key=lambda x: (x.position, x.key), reverse=True):
+        route = routes[record.key]
         ticks = several if topology.crosses(record.holders) else alone
         dtype = manifest.entries(record.key)[0].gradient_dtype
         wire = options.reduce_dtype or dtype
@@ -205,34 +205,6 @@ def make_buckets(
         _bucket(index, kind, cut, manifest=manifest, route=routes[cut[0].key], costs=costs)
         for index, (kind, _, cut) in enumerate(cuts)
     )
-
-
-def unsent_buckets(
-    manifest: Manifest, records: Iterable[ParameterRecord], divisors: Divisors
-) -> list[Bucket]:
-    """Returns a bucket for each kind of gradients without a reduction, numbered -1, -2 and so on.
-
-    Args:
-        manifest: The agreed model.
-        records: The parameters of one rank.
-        divisors: Key -> divisor of its gradient.
-    """
-    families: dict[Kind, list[ParameterRecord]] = {}
-    for record in records:
-        dtype = manifest.entries(record.key)[0].gradient_dtype
-        kind = Kind(
-            ready=0,
-            holders=record.holders,
-            dtype=dtype,
-            wire_dtype=dtype,
-            sum_dtype=dtype,
-            divisor=divisors.get(record.key, 1.0),
-        )
-        families.setdefault(kind, []).append(record)
-    return [
-        _bucket(-number, kind, family[::-1], manifest=manifest, route=(), costs={})
-        for number, (kind, family) in enumerate(families.items(), 1)
-    ]
 
 
 def _num_owners(route: Route) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from pipegrad.errors import PlanError
@@ -14,7 +15,6 @@ from pipegrad.plan.buckets import (
     in_few_words,
     localised,
     make_buckets,
-    unsent_buckets,
 )
 from pipegrad.plan.check import check_routes, check_sums
 from pipegrad.plan.options import DEFAULT_OPTIONS, GradientOptions
@@ -244,7 +244,14 @@ def make_plans(
     check_routes(manifest, topology, routes, options.allow_unsynced)
     axes, by = independent_axes(manifest, topology, handlers, routes)
     shared = shared_routes(routes)
-    buckets = make_buckets(manifest, topology, shared, divisors, options)
+    buckets = make_buckets(
+        [r for r in manifest.parameters if r.requires_grad and r.key in shared],
+        shared,
+        manifest=manifest,
+        topology=topology,
+        divisors=divisors,
+        options=options,
+    )
     check_sums(buckets, dict(handlers))
     # The shared routes are enough, because `check_routes` has checked that the mesh and a
     # parameter's route on one rank determine its routes on all ranks.
@@ -305,8 +312,17 @@ def buckets_alone(manifest: Manifest, plan: Plan, view: Topology) -> tuple[Bucke
     reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
     held = [r for r in manifest.records(view) if r.requires_grad and r.key not in reduced]
     shapes = {r.key: shard.shape for r in held if (shard := manifest.shard(view.rank, r.key))}
-    buckets = unsent_buckets(manifest, held, dict(plan.divisors))
-    return localised(buckets, {r.key: () for r in held}, shapes)
+    routes = dict.fromkeys([r.key for r in held], ())
+    buckets = make_buckets(
+        held,
+        routes,
+        manifest=manifest,
+        topology=view,
+        divisors=dict(plan.divisors),
+        options=GradientOptions(bucket_bytes=sys.maxsize),
+    )
+    alone = (replace(bucket, index=~bucket.index) for bucket in buckets)
+    return localised(alone, routes, shapes)
 
 
 def _launches(buckets: Iterable[Bucket], rank: int, comm_streams: int) -> tuple[Launch, ...]:
