@@ -218,7 +218,7 @@ class Reducer:
         pair_sum = inbox = None
         if step.is_pair:
             back = self._groups.of(step.ranks, second_communicator(launch.comm_stream))
-            pair_sum = PairSum(rows_of(bucket, region), back=back)
+            pair_sum = PairSum(rows_of(memory.part(launch.step), bucket, region), back=back)
         # Make the memory for the next rank's sum now; `expect` posts the receive in each step.
         if step.is_point_to_point and self._rank != step.ranks[-1]:
             inbox = FlatBuffer(torch.empty_like(memory.part(launch.step)))
