@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 
 import torch
 
@@ -32,7 +31,6 @@ FREED = sync_points.Wait(
 RELEASED = sync_points.Record(
     "buffer.released", "a later step must not overwrite what is being read"
 )
-_LAYOUT = attrgetter("layout")
 
 
 class FlatBuffer:
@@ -161,11 +159,7 @@ class BucketMemory(FlatBuffer):
         """
         into = [self.slots[number] for number in slots]
         with torch.no_grad():
-            if set(map(_LAYOUT, gradients)) - {torch.strided}:
-                for gradient, slot in zip(gradients, into, strict=True):
-                    slot.zero_().add_(gradient)
-            else:
-                torch._foreach_copy_(into, list(gradients))
+            torch._foreach_copy_(into, [gradient.to_dense() for gradient in gradients])
 
     def lack(self, slots: Sequence[int]) -> None:
         """Sets the flags of slots that seem not to be written: 0 if all values of a slot are 0.
