@@ -403,7 +403,7 @@ def _parameters(
     parameters: dict[str, Param] = {}
     for record in manifest.records(agreed.topology):
         key = record.key
-        held = [location for location in manifest.locations(key) if location[0] in modules]
+        held = [location for location in manifest.locations[key] if location[0] in modules]
         parameters[key] = parameter = Param(
             record,
             names[held[0]][1],

@@ -106,9 +106,8 @@ class GradientSync(Step):
         **options: Fields of `GradientOptions` by name, such as ``bucket_bytes``.
 
     Attributes:
-        agreed: The agreed model and plan, and the plans of any ranks; for tools.
+        agreed: The agreed model, handlers and plan, and the plans of any ranks; for tools.
         topology: The topology.
-        handlers: The resolved handlers by name, with distribution and version.
         manifest: The agreed model.
         name: Equal on all ranks, and different for each GradientSync.
         plan: This rank's buckets and collectives; printable.
@@ -144,7 +143,6 @@ class GradientSync(Step):
         )
         self.topology = topology
         self._ranks = sorted(topology.ranks)
-        self.handlers = agreed.handlers
         self.manifest = agreed.manifest
         self.device = agreed.device
         self._agree_seconds = slow_seconds(agreed.device, agree_seconds)
@@ -484,7 +482,7 @@ class GradientSync(Step):
 
         def make() -> tuple[OuterOptimizer, None]:
             try:
-                return self.handlers[name].plugin.outer_optimizer(alone), None
+                return self.agreed.plugins[name].outer_optimizer(alone), None
             except Exception as error:
                 raise PlanError(f"handler {name!r}: {in_words(error)}") from error
 
