@@ -144,15 +144,10 @@ def sync_parameters(
 
     Sync: on a comm stream.
     """
-    _SYNC[placement](parameters, scattered, group)
-
-
-def _gather(parameters: torch.Tensor, scattered: Sequence[int], group: dist.ProcessGroup) -> None:
-    collectives.all_gather(parameters.split(list(scattered)), group)
-
-
-def _give_to_all(parameters: torch.Tensor, _: Sequence[int], group: dist.ProcessGroup) -> None:
-    collectives.broadcast_chain(parameters, group)
+    if placement is Placement.OWNER:
+        collectives.broadcast_chain(parameters, group)
+    else:  # SHARD or WHOLE
+        collectives.all_gather(parameters.split(list(scattered)), group)
 
 
 _REDUCE: Mapping[Placement, Callable[[StepBucket, dist.ProcessGroup, WideSum | None], Work]] = {
@@ -160,9 +155,4 @@ _REDUCE: Mapping[Placement, Callable[[StepBucket, dist.ProcessGroup, WideSum | N
     Placement.OWNER: _give_to_owner,
     Placement.WHOLE: _scatter,
     Placement.SHARD: _scatter,
-}
-_SYNC: Mapping[Placement, Callable[[torch.Tensor, Sequence[int], dist.ProcessGroup], None]] = {
-    Placement.OWNER: _give_to_all,
-    Placement.WHOLE: _gather,
-    Placement.SHARD: _gather,
 }

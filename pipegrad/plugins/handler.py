@@ -3,8 +3,8 @@
 Handlers whose options name functions check them by `complaints_of` and `closest_first`.
 
 To add a placement, give it a member of `Placement`, at its position in a route. plan/routes.py says
-which ranks continue, and plan/buckets.py with which elements. Then add its collectives to the two
-tables of gradients/reductions.py, and a row to tests/parity/test_gradient_placements.py.
+which ranks continue, and plan/buckets.py with which elements. Then add its collectives, there and
+back, to gradients/reductions.py, and a row to tests/parity/test_gradient_placements.py.
 """
 
 from __future__ import annotations
