@@ -169,7 +169,7 @@ class Placed:
         if name not in self.live:
             return gradient_of(parameter)
         main = self.live[name].main
-        return None if main is None else main.gradient
+        return None if main is None else main.tensor.grad
 
     def main_names(self) -> dict[int, str]:
         """Returns the ids of tensors that an optimizer has for parameters -> their names."""

@@ -21,18 +21,22 @@ from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from functools import partial
 from operator import add, attrgetter, is_, ne
+from typing import Any
 
 import torch
 from torch import nn
 
 from pipegrad.comm import sync_points
 from pipegrad.errors import StepError
-from pipegrad.gradients.bucket_memory import BucketMemory
-from pipegrad.gradients.hook import Hook
+from pipegrad.gradients.bucket_memory import RELEASED, BucketMemory
 from pipegrad.gradients.parameter import Param
+from pipegrad.interop.private import resting_hook
 from pipegrad.model.dtensor import as_dtensor, is_dtensor, local, redistribute_gradient
-from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradients, take_gradient
+from pipegrad.model.main_grad import MainGrad, take_gradient
+from pipegrad.plugins.handler import Placement
 
+# For each parameter the table of its hooks, and our number there: see `resting_hook`.
+Hooks = list[tuple[dict[int, Callable[[nn.Parameter], object]], int]]
 _VERSION = attrgetter("_version")
 _NAMED = 1 << 30  # count of a gradient that `parameters_final` named; larger than any other
 
@@ -62,6 +66,10 @@ class GradientBucket:
         may_leave_early: bool,
         main_grad: MainGrad | None = None,
     ) -> None:
+        # Made when they first run, because autograd looks for hooks of the parameter in each
+        # backward from then on.
+        self._hooks: Hooks = []
+        self._taking: Hooks = []  # with `main_grad`
         self.parameters = parameters
         self.memory = memory
         self.stages = frozenset(parameters[0].homes)
@@ -69,11 +77,12 @@ class GradientBucket:
         self.waiting: set[int] = set()
         self.num_early = 0
         self._main_grad = main_grad
+        self._attribute = "grad" if main_grad is None else "main_grad"
         self._main_shards = [p.apart for p in parameters]
         self._fixed_divisor = memory.bucket.divisor
         self._may_leave_early = may_leave_early
         self._divisor = 1.0
-        self._is_sharded = any(leg.placement.divides_elements for leg in memory.bucket.route)
+        self._is_sharded = any(leg.placement is Placement.SHARD for leg in memory.bucket.route)
         self._has_result = any(p.main for p in parameters)
         # True if nothing must be put in place, because slots are the results.
         self._is_plain = all(p.main for p in parameters) and not any(self._main_shards)
@@ -97,7 +106,6 @@ class GradientBucket:
             as_dtensor(slot, tensor) if is_dtensor(tensor) else slot
             for slot, tensor in zip(memory.slots, self._live, strict=True)
         ]
-        self.remove_hooks()
 
     def connect(self, ready: dict[GradientBucket, None], leave: Callable[[], None]) -> None:
         """Makes the functions of the hooks, which may run in a thread of autograd.
@@ -132,21 +140,20 @@ class GradientBucket:
 
     def remove_hooks(self) -> None:
         """Removes all hooks."""
-        # Make them when they first run, because autograd looks for hooks of the parameter in each
-        # backward from then on.
-        self._hooks: list[Hook] = []
-        self._taking: list[Hook] = []  # with `main_grad`
+        # A function that is called may hold neither a parameter nor this bucket, because the
+        # garbage collector does not see that a parameter holds its hooks.
+        _rest(self._hooks)
+        _rest(self._taking)
 
-    def _run(self, hooks: list[Hook], calls: Sequence[Callable[[nn.Parameter], None]]) -> None:
+    __del__ = remove_hooks  # of a step that did not end
+
+    def _run(self, hooks: Hooks, calls: Sequence[Callable[[nn.Parameter], None]]) -> None:
         """Makes autograd call these, after all hooks that the parameters have now."""
         if not hooks:
-            hooks += map(Hook, self._live)
-        for hook, call in zip(hooks, calls, strict=True):
-            hook.run(call)
-
-    def _rest(self) -> None:
-        for hook in self._hooks:
-            hook.rest()
+            hooks += map(resting_hook, self._live)
+        _rest(hooks)  # torch calls the values of a table in its order
+        for (table, number), call in zip(hooks, calls, strict=True):
+            table[number] = call
 
     # The verbs of a step, in order.
 
@@ -156,7 +163,7 @@ class GradientBucket:
         Raises:
             StepError: Names the parameter.
         """
-        self._present = present = gradients_of(self._live, self._main_grad)
+        self._present = present = self._read()
         if continuing:
             return
         self._cleared = set()
@@ -247,11 +254,12 @@ class GradientBucket:
         for number, _ in own if not continuing and divisor != 1 else ():
             slots[number].mul_(divisor)
         self._present = []
-        set_gradients(self._live, self._gradients, self._main_grad)
         self._open()
 
     def _open(self) -> None:
-        """Makes all gradients open."""
+        """Makes all gradients open: each is its slot."""
+        for tensor, slot in zip(self._live, self._gradients, strict=True):
+            setattr(tensor, self._attribute, slot)
         self.state = BucketState.OPEN
         self.waiting = set(self.stages)
         self._announced.clear()
@@ -260,6 +268,9 @@ class GradientBucket:
         self._left[0] = number
         self._absent = []
         if self._main_grad is not None:  # they run after the hooks of users
+            named: Any
+            for named in self._live:
+                named.grad_added_to_main_grad = False  # fused kernels need the attribute to exist
             me = weakref.ref(self)
             self._run(self._taking, [partial(_take, me, i) for i in range(number)])
 
@@ -315,7 +326,7 @@ class GradientBucket:
         self.waiting.discard(stage)
         if not self.waiting:
             # Only when no backward runs, because autograd may walk the hooks of a parameter.
-            self._rest()
+            _rest(self._hooks)
         if self.state is not BucketState.OPEN:
             return False
         self.memory.add_stream()
@@ -350,7 +361,7 @@ class GradientBucket:
     def _sorted(self) -> tuple[list[int], list[int]]:
         """Returns the gradients that seem to be absent, and those that are not in their slots."""
         absent, elsewhere = list[int](), list[int]()
-        present, versions = gradients_of(self._live, self._main_grad), self._versions()
+        present, versions = self._read(), self._versions()
         if all(map(is_, present, self._gradients)) and all(map(ne, versions, self._begun)):
             return absent, elsewhere
         for number, gradient in enumerate(present):
@@ -371,13 +382,11 @@ class GradientBucket:
     def _placed(self, number: int) -> torch.Tensor:
         """Returns a gradient that is elsewhere; of a DTensor, this rank's part of it."""
         redistribute_gradient(self._live[number])  # as autograd does before it adds
-        (gradient,) = gradients_of([self._live[number]], self._main_grad)
-        assert gradient is not None
-        return local(gradient)
+        return local(getattr(self._live[number], self._attribute))
 
     def give_up(self) -> None:
         """Fills the bucket with zeros, for other ranks that wait for it after a failed step."""
-        self._rest()
+        _rest(self._hooks)
         self.state = BucketState.FINAL
         with self.memory.gathering():
             self.memory.zero()
@@ -387,7 +396,7 @@ class GradientBucket:
         """Returns the error of a gradient that was added to after it was final."""
         if self.state is not BucketState.FINAL:
             return None
-        self._present, versions = gradients_of(self._live, self._main_grad), self._versions()
+        self._present, versions = self._read(), self._versions()
         is_there = all(map(is_, self._present, self._gradients))
         if is_there and versions == self._final and self._main_grad is None:
             return None
@@ -415,7 +424,7 @@ class GradientBucket:
             for number in range(len(self._live)):
                 self._put_result(number, has_any=number not in nobody)
         self._present = []
-        self.memory.release()
+        self.memory.release(RELEASED)
 
     def _nobody(self) -> Collection[int]:
         """Returns the slots to which no rank contributed. Blocks the host if this rank has some."""
@@ -451,7 +460,7 @@ class GradientBucket:
     def drop(self) -> None:
         """Sets all gradients to None after a failed step, because they may be incomplete."""
         self.state = BucketState.RESTS
-        self._rest()
+        _rest(self._hooks)
         for number, main_shard in enumerate(self._main_shards):
             self._set(number, None)
             self._live[number].grad = None  # `main_grad` may not have it yet
@@ -461,8 +470,12 @@ class GradientBucket:
     def _key(self, number: int) -> str:
         return self.parameters[number].record.key
 
+    def _read(self) -> list[torch.Tensor | None]:
+        """Returns the gradients of all parameters, from ``.grad`` or ``.main_grad``."""
+        return [getattr(tensor, self._attribute, None) for tensor in self._live]
+
     def _set(self, number: int, gradient: torch.Tensor | None) -> None:
-        set_gradients([self._live[number]], [gradient], self._main_grad)
+        setattr(self._live[number], self._attribute, gradient)
 
     def _versions(self) -> list[int]:
         """Returns the count of writes to each slot. DTensor counts writes in the whole tensor."""
@@ -471,6 +484,11 @@ class GradientBucket:
         if self._has_dtensors:
             versions = list(map(add, versions, map(_VERSION, self._gradients)))
         return versions
+
+
+def _rest(hooks: Hooks) -> None:
+    for table, number in hooks:
+        table.pop(number, None)
 
 
 def _on_streams(

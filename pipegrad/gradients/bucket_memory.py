@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 
 import torch
 
@@ -32,7 +31,6 @@ FREED = sync_points.Wait(
 RELEASED = sync_points.Record(
     "buffer.released", "a later step must not overwrite what is being read"
 )
-_LAYOUT = attrgetter("layout")
 
 
 class FlatBuffer:
@@ -59,7 +57,7 @@ class FlatBuffer:
         self._free = site(self.device)
 
 
-class BucketMemory:
+class BucketMemory(FlatBuffer):
     """The memory of one bucket: a slot for each gradient, and a flag for each slot.
 
     The reduced memory is flat, ``(numel,)`` of the wire dtype: first the slots, then the flags. If
@@ -74,6 +72,7 @@ class BucketMemory:
 
     Attributes:
         bucket: The bucket.
+        rank: This rank.
         slots: Views, in the order of the bucket. Each has a separate version, which grows with each
             write into it, but not with a write by an address or by this class.
         reduced: The part of the slots that this rank has after all reductions; see [Note: shards].
@@ -85,9 +84,8 @@ class BucketMemory:
         self, bucket: Bucket, device: torch.device, *, rank: int = 0, mean: int = 1
     ) -> None:
         self.bucket = bucket
-        self.device = device
         self.is_apart = bucket.dtype != bucket.wire_dtype
-        self._rank = rank
+        self.rank = rank
         self._mean = mean
         self._divisor = 1.0
         # None on CPU, because a task is submitted only after the writes of all threads.
@@ -99,7 +97,7 @@ class BucketMemory:
         self._gradients = self._payload
         if self.is_apart:
             self._gradients = torch.zeros(bucket.payload_numel, dtype=bucket.dtype, device=device)
-        self._memory = FlatBuffer(flat)  # after both, because its event stands for all memory
+        super().__init__(flat)  # after both, because its event stands for all memory
         # `.data`, because it has a separate version counter: each slot counts its own writes, and
         # no writes of comm streams.
         self.slots = [
@@ -120,7 +118,7 @@ class BucketMemory:
         # Step 1 of the journey of a gradient. Wait, because the collective of the last step may
         # still read on its comm stream.
         self._streams.clear()
-        self._memory.acquire(RESET_FREE)
+        self.acquire(RESET_FREE)
         if not continuing:
             self._gradients.zero_()
         self._flags.fill_(1)
@@ -161,11 +159,7 @@ class BucketMemory:
         """
         into = [self.slots[number] for number in slots]
         with torch.no_grad():
-            if set(map(_LAYOUT, gradients)) - {torch.strided}:
-                for gradient, slot in zip(gradients, into, strict=True):
-                    write(slot, gradient)
-            else:
-                torch._foreach_copy_(into, list(gradients))
+            torch._foreach_copy_(into, [gradient.to_dense() for gradient in gradients])
 
     def lack(self, slots: Sequence[int]) -> None:
         """Sets the flags of slots that seem not to be written: 0 if all values of a slot are 0.
@@ -180,7 +174,7 @@ class BucketMemory:
     def zero(self) -> None:
         """Zeroes all slots and flags, because no gradient of a failed step may be sent."""
         self._gradients.zero_()
-        self._memory.buffer.zero_()
+        self.buffer.zero_()
 
     def complete(self, divisor: float) -> None:
         """Ends the writes of a step: the bucket may leave.
@@ -191,8 +185,7 @@ class BucketMemory:
         # all other streams that wrote.
         self._divisor = divisor * self._mean
         if self.is_apart:
-            # Divide during the copy, in the wider of the two dtypes, because it is rounded once.
-            write(self._payload, self._gradients, self._divisor)
+            _copy_divided(self._payload, self._gradients, self._divisor)
             self._divisor = 1.0
         if not self.bucket.route:
             self.divide()
@@ -206,18 +199,6 @@ class BucketMemory:
         if self._divisor != 1:
             self._payload.div_(self._divisor)
 
-    def end_reduction(self, step: int, divisor: int) -> None:
-        """Ends a reduction: divides this rank's part.
-
-        Args:
-            step: The number of the reduction.
-            divisor: The divisor; 1 for no division.
-
-        Sync: on the current stream, a comm stream.
-        """
-        if divisor != 1:
-            self.part(step + 1).div_(divisor)
-
     def end_step(self) -> None:
         """Ends the reductions of a step: this rank's results are in the slots.
 
@@ -225,13 +206,6 @@ class BucketMemory:
         """
         if self.is_apart:
             self._gradients[self._region.start : self._region.stop].copy_(self.reduced)
-
-    def release(self) -> None:
-        """Called when gradients have the results.
-
-        Sync: the next writers wait for everything on the current stream until now.
-        """
-        self._memory.release(RELEASED)
 
     def contributed(self) -> list[bool]:
         """Returns a bool for each slot: True if any rank has a gradient. Blocks the host."""
@@ -254,23 +228,16 @@ class BucketMemory:
 
     def part(self, num_steps: int) -> torch.Tensor:
         """Returns this rank's part after `num_steps` reductions: payload and flags, flat."""
-        region = self.bucket.region(self._rank, num_steps)
-        return self._memory.buffer[region.start : region.stop + len(self.bucket.slots)]
+        region = self.bucket.region(self.rank, num_steps)
+        return self.buffer[region.start : region.stop + len(self.bucket.slots)]
 
 
-def write(slot: torch.Tensor, gradient: torch.Tensor, divisor: float = 1.0) -> None:
-    """Overwrites a slot with a gradient, divided.
-
-    Sync: on the current stream. One pass over both, if the slot's dtype is not the wider one.
-    """
-    with torch.no_grad():
-        if gradient.is_sparse:
-            slot.zero_().add_(gradient)
-        elif divisor != 1 and torch.promote_types(gradient.dtype, slot.dtype) == gradient.dtype:
-            torch.div(gradient.detach(), divisor, out=slot)
-            return
-        else:
-            slot.copy_(gradient.detach())
-        if divisor != 1:
-            # A division in the narrower dtype would round once more.
-            slot.div_(divisor)
+def _copy_divided(payload: torch.Tensor, gradients: torch.Tensor, divisor: float) -> None:
+    """Copies gradients to the wire. They are divided in the wider of the two dtypes."""
+    # One pass if the gradients are wider. A division in the narrower dtype would round once more.
+    if divisor != 1 and torch.promote_types(gradients.dtype, payload.dtype) == gradients.dtype:
+        torch.div(gradients, divisor, out=payload)
+        return
+    payload.copy_(gradients)
+    if divisor != 1:
+        payload.div_(divisor)

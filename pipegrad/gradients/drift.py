@@ -21,7 +21,7 @@ from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import DriftError
 from pipegrad.gradients.parameter import Param
 from pipegrad.model.dtensor import local
-from pipegrad.plan.plan import Pack
+from pipegrad.plan.plan import Plan
 
 Parameters = Mapping[str, Param]
 Name = tuple[str, bool]
@@ -30,24 +30,21 @@ Facts = tuple[int, tuple[tuple[int, ...], ...]]
 """Of a copy on one rank: its checksum, and the ranks of each reduction along which it is equal."""
 
 
-def make_equal(packs: Sequence[Pack], parameters: Parameters, groups: Groups) -> None:
+def make_equal(plan: Plan, parameters: Parameters, groups: Groups) -> None:
     """Copies every parameter from the lowest rank that holds it to all replicas.
 
-    Sync: on the current stream. One broadcast for each reduction of a pack, of a flat copy.
+    Sync: on the current stream. One broadcast for each reduction of a parameter.
     """
     # Each broadcast starts at the owner of one reduction. All ranks end with the same bits, because
     # the owner of a later reduction on a route already has the values of the owners before it.
-    for route, keys in packs:
-        tensors = [local(parameters[key].tensor).detach() for key in keys]
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    for key, route in plan.routes:
+        tensor = local(parameters[key].tensor).detach()
+        values = tensor.contiguous()
         for step in route:
             # Send bytes, because some backends lack other dtypes.
-            group = groups.of(step.ranks, 0)
             with Activity("the values of all copies", step.ranks):
-                broadcast(flat.view(torch.uint8), step.owner, group)
-        for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
-        del flat, values  # because two copies would otherwise exist at a time
+                broadcast(bytes_of(values), step.owner, groups.of(step.ranks, 0))
+        tensor.copy_(values)
 
 
 def is_compared(number: int, every: int) -> bool:
@@ -65,7 +62,7 @@ class DriftCheck:
     on the current stream. Replicas that train alone have no copies of each other.
 
     Args:
-        packs: This rank's parameters by route, in the order of all ranks.
+        plan: This rank's plan.
         parameters: This rank's parameters, by key.
         with_main: Keys of the parameters that have master copies, the same on all ranks.
         groups: The communicators; comm stream 0's are used.
@@ -76,7 +73,7 @@ class DriftCheck:
 
     def __init__(
         self,
-        packs: Sequence[Pack],
+        plan: Plan,
         parameters: Parameters,
         with_main: Collection[str],
         *,
@@ -96,15 +93,15 @@ class DriftCheck:
         self._last_equal: int | None = None
         self._is_wanted = False  # whether the next step must compare
         self._over: dict[tuple[int, ...], list[Name]] = {}  # ranks -> copies along them
-        for route, keys in packs:
+        for key, route in plan.routes:
             for step in route:
                 names = self._over.setdefault(step.ranks, [])
-                names += [(key, False) for key in keys]
+                names.append((key, False))
                 # With SHARD each rank has another part of a master copy. With OWNER one rank has
                 # it. All ranks of a REPLICATE have the same part, or none has a part.
-                if not step.syncs_parameters:
-                    held = (key for key in keys if parameters[key].main is not None)
-                    names += [(key, True) for key in held if key in with_main]
+                has_main = key in with_main and parameters[key].main is not None
+                if has_main and not step.syncs_parameters:
+                    names.append((key, True))
 
     def continue_from(self, num_steps: int) -> None:
         """Counts steps from `num_steps` on in messages, for a run that was resumed."""

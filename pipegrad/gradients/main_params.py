@@ -6,7 +6,6 @@ of the uncut model, the state of a shard as a `Chunk`.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import PlanError
-from pipegrad.model.dtensor import local
 from pipegrad.model.main_grad import MainGrad
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import ParameterRecord
@@ -84,12 +82,6 @@ class MainParameter:
     def copied(self) -> bool:
         """True if it is a copy, in another dtype than the parameter."""
         return self.tensor.dtype != self.record.dtype
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """The gradient that the optimizer uses; for a DTensor, this rank's part."""
-        gradient = self.tensor.grad
-        return None if gradient is None else local(gradient)
 
     def bind(self, source: Tensor) -> None:
         """Takes the values of the parameter or the shard, and its memory if the dtypes are equal.
@@ -231,11 +223,8 @@ def parted(key: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (key, "")
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in a tensor
-
-
 class Chunk(Tensor):
-    """Some boxes of a whole tensor; of a flat one, elements ``begin:begin + local.numel()``.
+    """Elements ``begin:begin + local.numel()`` of a whole flat tensor.
 
     It is a tensor of the whole size without memory of that size. A checkpoint can be read in other
     chunks than it was written, because torch.distributed.checkpoint calls the three methods below,
@@ -245,30 +234,21 @@ class Chunk(Tensor):
     no values except `local`.
 
     Attributes:
-        local: The elements of this rank, flat and contiguous, box by box.
-        boxes: Positions of these elements in the whole tensor. Boxes do not overlap.
+        local: The elements of this rank, flat and contiguous.
+        begin: The first of them in the whole tensor.
     """
 
     local: Tensor
-    boxes: tuple[Box, ...]
+    begin: int
 
     @staticmethod
     def of(local: Tensor, begin: int, numel: int) -> Chunk:
         """Returns the chunk at `begin` of `numel` elements; `local` is flat and contiguous."""
-        return Chunk.in_boxes(local, (numel,), [((begin,), (local.numel(),))])
-
-    @staticmethod
-    def in_boxes(local: Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> Chunk:
-        """Returns boxes of a tensor of a shape; `local` has their elements, box by box."""
         # One element, expanded, because it has the whole size and needs no memory.
-        whole = torch.empty((), dtype=local.dtype, device=local.device).expand(*shape)
-        shard = whole.as_subclass(Chunk)
-        shard.local, shard.boxes = local, tuple(boxes)
-        return shard
-
-    def with_local(self, local: Tensor) -> Chunk:
-        """Returns the same boxes with other elements."""
-        return Chunk.in_boxes(local, self.size(), self.boxes)
+        whole = torch.empty((), dtype=local.dtype, device=local.device).expand(numel)
+        chunk = whole.as_subclass(Chunk)
+        chunk.local, chunk.begin = local, begin
+        return chunk
 
     # Import torch.distributed.checkpoint inside of these, because the import takes long. If it
     # calls them, it is imported already.
@@ -278,6 +258,7 @@ class Chunk(Tensor):
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         properties = TensorProperties.create_from_tensor(self.local)
+        (chunk,) = self.__create_chunk_list__()
         # The offset is part of the index, because torch then finds all ranks' chunks by one name.
         return [
             WriteItem(
@@ -285,22 +266,18 @@ class Chunk(Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in self.boxes]
+        return [ChunkStorageMetadata(torch.Size([self.begin]), self.local.size())]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        offsets = [box[0] for box in self.boxes]
-        at = 0 if index.offset is None else offsets.index(tuple(index.offset))
-        piece: Tensor = self.local.split([math.prod(sizes) for _, sizes in self.boxes])[at]
-        return piece.view(self.boxes[at][1])
+    def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
+        return self.local
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Chunk(boxes {self.boxes} of {tuple(self.size())}: {self.local})"
+        return f"Chunk(from {self.begin} on, of {self.numel()}: {self.local})"
 
     @classmethod
     def __torch_function__(
@@ -314,7 +291,7 @@ class Chunk(Tensor):
         options = dict(kwargs or {})
         if func in _COPIES:
             chunk = args[0]
-            return chunk.with_local(func(chunk.local, *args[1:], **options))
+            return Chunk.of(func(chunk.local, *args[1:], **options), chunk.begin, chunk.numel())
         result = super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
         if isinstance(result, Tensor):
             raise TypeError(

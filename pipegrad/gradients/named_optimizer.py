@@ -462,5 +462,6 @@ def _of_rank(main: MainParameter, value: Any) -> Any:  # noqa: ANN401 - as above
 
 def _layout(value: Any) -> str:  # noqa: ANN401 - a Chunk, a DTensor or a plain tensor
     """Returns a description of a rank's elements of a whole tensor."""
-    at = getattr(value, "boxes", None) or getattr(value, "placements", "all")
-    return f"{tuple(local(value).shape)} of {tuple(value.shape)} at {at}"
+    own = value.local if isinstance(value, Chunk) else local(value)
+    at = getattr(value, "begin", getattr(value, "placements", "all"))
+    return f"{tuple(own.shape)} of {tuple(value.shape)} at {at}"

@@ -16,7 +16,6 @@ import torch
 from pipegrad.comm.activity import Tape
 from pipegrad.comm.process_groups import Groups
 from pipegrad.gradients.main_params import uncut_names
-from pipegrad.model.dtensor import local
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.routes import is_counted
@@ -34,9 +33,8 @@ def local_term(
     # The norm of each gradient comes first, and then a p-norm of these norms, because ranks then
     # send one number for any count of gradients.
     norms = [torch.zeros(1, dtype=dtype, device=device)]
-    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     # torch refuses the maximum of no elements.
-    for some in _by_dtype([each for each in values if each.numel()]):
+    for some in _by_dtype([each for each in gradients if each.numel()]):
         at_least = torch.promote_types(some[0].dtype, torch.float32)
         of_each = torch._foreach_norm(some, norm_type, dtype=at_least)
         norms.append(torch.stack(of_each).to(dtype))
@@ -59,26 +57,20 @@ def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float
     # and the first of them could not be found. An infinite norm makes the finite ones zero.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     factor = factor.where(factor.isfinite(), torch.ones_like(factor))
-    for some in _by_dtype(values_of(gradients)):
+    for some in _by_dtype([gradient.detach() for gradient in gradients]):
         torch._foreach_mul_(some, factor.to(some[0].dtype))
 
 
 def divide_(gradients: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
-    """Divides `gradients` in place by a scalar tensor; 16-bit gradients are divided in fp32.
+    """Divides flat gradients in place by a scalar tensor; 16-bit gradients are divided in fp32.
 
     Sync: on the current stream. On a device the host waits for nothing.
     """
-    for values in values_of(gradients):
+    for gradient in gradients:
         # Promote the divisor, because 16 bits may not represent it. Give it one dimension, because
         # torch ignores a scalar when it chooses the dtype in which it computes.
-        by = divisor.to(torch.promote_types(values.dtype, torch.float32))
-        values.div_(by.reshape(1) if values.dim() else by.reshape(()))
-
-
-def values_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns tensors that share the memory of gradients, without autograd's graph."""
-    detached = [gradient.detach() for gradient in gradients]
-    return [each._values() if each.is_sparse else each for each in detached]
+        by = divisor.to(torch.promote_types(gradient.dtype, torch.float32))
+        gradient.div_(by.reshape(1))
 
 
 class GlobalNorm:
@@ -180,8 +172,7 @@ def non_finite_keys(gradients: Mapping[str, torch.Tensor]) -> list[str]:
 
     Sync: on the current stream. The host waits for it once.
     """
-    values = [g.coalesce().values() if g.is_sparse else local(g) for g in gradients.values()]
-    finite = [torch.isfinite(each.detach()).all() for each in values]
+    finite = [torch.isfinite(each.detach()).all() for each in gradients.values()]
     are_finite = torch.stack(finite).tolist() if finite else []
     return [key for key, is_finite in zip(gradients, are_finite, strict=True) if not is_finite]
 

@@ -166,10 +166,6 @@ class OptimizerWatch:
                 )
                 return
 
-    def _is_part(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True if `optimizer` is one of several of which one that was added consists."""
-        return self._is_stepping and optimizer not in self._added
-
     def _refuse(
         self,
         optimizer: torch.optim.Optimizer,
@@ -210,7 +206,8 @@ class OptimizerWatch:
                 "optimizer.step() of gradients that a GradScaler has scaled, perhaps with "
                 "overflows: call scaler.step(optimizer), then scaler.update()"
             )
-        if self._is_part(optimizer):
+        # One of several of which an optimizer that was added consists.
+        if self._is_stepping and optimizer not in self._added:
             return
         is_ready = self.gradients is Gradients.READY
         if self._parameter_sync.is_needed and is_ready and not self._parameter_sync.is_due:
@@ -230,7 +227,7 @@ class OptimizerWatch:
         if is_added or not self._added:
             self._news |= News.STEPPED
             self._rates.setdefault(optimizer, _rates_of(optimizer))
-        if not self._added or self._is_part(optimizer):
+        if not self._added or (self._is_stepping and not is_added):
             return
         self._is_stepping = False
         if is_added or any(self._parameters_of(optimizer)):
@@ -260,9 +257,14 @@ class OptimizerWatch:
 
     def _siblings(self) -> list[OptimizerWatch]:
         """Returns the watches of other syncs of the same parameters."""
-        mine = {id(p.tensor) for p in self._parameters}
-        others = [watch for watch in list(_watches.values()) if watch is not self]
-        return [x for x in others if not mine.isdisjoint(id(p.tensor) for p in x._parameters)]
+        return [
+            watch
+            for watch in list(_watches.values())
+            if watch is not self
+            and not {id(p.tensor) for p in watch._parameters}.isdisjoint(
+                id(p.tensor) for p in self._parameters
+            )
+        ]
 
     def expect(self, *, has_gradients: bool) -> None:
         """Sets whether there are gradients for an optimizer, of a step that has just ended."""

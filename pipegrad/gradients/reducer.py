@@ -47,13 +47,13 @@ class _Step:
     """The state of one step.
 
     Attributes:
-        queues: For each comm stream, the remaining launches.
+        queues: For each comm stream, the remaining collectives.
         complete: Buckets that are complete.
         ending: Buckets with a reduction whose wait was put off.
         has_given_up: Whether the step has failed on this rank.
     """
 
-    queues: list[deque[Launch]]
+    queues: list[deque[StepBucket]]
     complete: set[int] = field(default_factory=set)
     ending: set[int] = field(default_factory=set)
     has_given_up: bool = False
@@ -106,13 +106,12 @@ class Reducer:
         self.notice = notice
         self.tape = Tape()
         self._lock = threading.Lock()
-        self._flat = {launch: self._step_bucket(launch) for launch in plan.launches}
-        self._words = {launch: self._words_of(launch) for launch in plan.launches}
-        # Computed once for all steps: the collectives of each comm stream, in order, and the
-        # collectives for which a receive is posted early.
-        streams = range(comm_streams)
-        self._queues = [[x for x in self._flat if x.comm_stream == stream] for stream in streams]
-        self._expecting = [x for x, flat in self._flat.items() if flat.inbox is not None]
+        self._flat = list(map(self._step_bucket, plan.launches))
+        # Computed once for all steps: the collectives of each comm stream, in order.
+        self._queues = [
+            [flat for flat in self._flat if flat.launch.comm_stream == stream]
+            for stream in range(comm_streams)
+        ]
         self._step = _Step([])
         self._is_in_doubt = False  # whether an interrupt may have lost a collective
 
@@ -162,10 +161,10 @@ class Reducer:
         loaded, and the host waits for all running kernels: a forward after such a receive would
         wait for a gradient that waits for this forward.
         """
-        for launch in self._expecting:
-            comm_stream = self.comm_streams[launch.comm_stream]
-            if comm_stream.is_threaded:
-                comm_stream.submit(partial(self._expect, launch), ())
+        for flat in self._flat:
+            comm_stream = self.comm_streams[flat.launch.comm_stream]
+            if flat.inbox is not None and comm_stream.is_threaded:
+                comm_stream.submit(partial(self._expect, flat), ())
 
     def leave(self, bucket: int, fill: Callable[[], None]) -> None:
         """Fills a bucket that is complete, and launches the collectives due now.
@@ -183,23 +182,19 @@ class Reducer:
                 fill()
                 self._step.complete.add(bucket)
                 for queue in self._step.queues:
-                    self._launch_due(queue)
+                    # A bucket that is complete before its turn waits here, because all ranks must
+                    # launch in the order of the plan. See [Note: order of collectives].
+                    while queue and queue[0].index in self._step.complete:
+                        flat = queue.popleft()
+                        # The comm stream waits for the writes, not the host: backward goes on.
+                        after = [] if flat.memory.event is None else [flat.memory.event]
+                        comm_stream = self.comm_streams[flat.launch.comm_stream]
+                        comm_stream.submit(partial(self._reduce, flat), after)
             except Exception:
                 self._is_in_doubt = False
                 raise
             # After Ctrl-C the flag stays, because it may have come between `fill` and the launch.
             self._is_in_doubt = False
-
-    def _launch_due(self, queue: deque[Launch]) -> None:
-        """Submits the next collectives of a comm stream, in order, while buckets are complete."""
-        # A bucket that is complete before its turn waits here, because all ranks must launch in the
-        # order of the plan. See [Note: order of collectives].
-        while queue and queue[0].bucket in self._step.complete:
-            launch = queue.popleft()
-            memory = self.memories[launch.bucket]
-            # The comm stream waits for the writes, not the host, because backward goes on.
-            after = [] if memory.event is None else [memory.event]
-            self.comm_streams[launch.comm_stream].submit(partial(self._reduce, launch), after)
 
     def _mean_of(self, bucket: Bucket) -> int:
         """Returns the divisor of gradients before all reductions, for their means."""
@@ -223,84 +218,63 @@ class Reducer:
         pair_sum = inbox = None
         if step.is_pair:
             back = self._groups.of(step.ranks, second_communicator(launch.comm_stream))
-            pair_sum = PairSum(rows_of(bucket, region), back=back)
+            pair_sum = PairSum(rows_of(memory.part(launch.step), bucket, region), back=back)
         # Make the memory for the next rank's sum now; `expect` posts the receive in each step.
         if step.is_point_to_point and self._rank != step.ranks[-1]:
-            numel = len(region) + len(bucket.slots)
-            new = torch.empty(numel, dtype=bucket.wire_dtype, device=self._device)
-            inbox = FlatBuffer(new)
-        return StepBucket(
-            memory.part(launch.step),
-            len(bucket.slots),
-            index=launch.bucket,
-            slots=bucket.pieces(self._rank, launch.step),
-            sum_dtype=bucket.sum_dtype,
-            scattered=bucket.scattered(launch.step, self._rank),
-            pair_sum=pair_sum,
-            is_divided=self._divides_first(bucket, step),
-            inbox=inbox,
-        )
+            inbox = FlatBuffer(torch.empty_like(memory.part(launch.step)))
+        is_divided = self._divides_first(bucket, step)
+        return StepBucket(memory, launch, pair_sum=pair_sum, is_divided=is_divided, inbox=inbox)
 
-    def _expect(self, launch: Launch) -> None:
+    def _expect(self, flat: StepBucket) -> None:
         """Posts the receive of a partial sum, unless it is posted already. On a comm stream."""
-        bucket, flat = self.memories[launch.bucket].bucket, self._flat[launch]
         if flat.inbox is not None and flat.arriving is None:
-            step = bucket.route[launch.step]
-            with self.reporting(f"bucket {bucket.index}: expecting its {step}", ()):
+            step = flat.reduction
+            with self.reporting(f"bucket {flat.index}: expecting its {step}", ()):
                 # One memory serves all steps. The sum of the last step was read before this task,
                 # because a task of this comm stream has added it.
                 flat.inbox.acquire(INBOX_FREE)
-                group = self._groups.of(step.ranks, launch.comm_stream)
+                group = self._groups.of(step.ranks, flat.launch.comm_stream)
                 flat.arriving = expect_reduce_chain(flat.inbox.buffer, group)
 
-    def _reduce(self, launch: Launch) -> None:
+    def _reduce(self, flat: StepBucket) -> None:
         """Runs one collective, or puts it off after the one before it. On a comm stream."""
+        launch, step = flat.launch, flat.reduction
         comm_stream = self.comm_streams[launch.comm_stream]
         # The reduction before it on the route is not complete. Put this one off, because it would
         # send incomplete sums. Other buckets go on.
-        if launch.bucket in self._step.ending:
-            comm_stream.put_off(partial(self._reduce, launch))
+        if flat.index in self._step.ending:
+            comm_stream.put_off(partial(self._reduce, flat))
             return
         began = self.tape.now()
-        memory, flat = self.memories[launch.bucket], self._flat[launch]
-        step, (description, label) = memory.bucket.route[launch.step], self._words[launch]
-        with self.reporting(description, step.ranks):
+        with self.reporting(flat.description, step.ranks):
             group = self._groups.of(step.ranks, launch.comm_stream)
-            self._expect(launch)
+            self._expect(flat)
             # Here and not in `fill`, because the comm stream divides while backward goes on.
             if launch.step == 0:
-                memory.divide()
+                flat.memory.divide()
             flat.is_mean = flat.is_divided
-            with record_function(label):
+            with record_function(f"pipegrad {flat.name}"):
                 work = self._handlers[step.handler].launch(flat, step, group)
             if not callable(getattr(work, "wait", None)):
                 raise TypeError(f"launch() returned {work!r}, expected a Work, with a wait()")
-        end = partial(self._end, launch, work, began)
+        end = partial(self._end, flat, work, began)
         if isinstance(work, LateWork) and (work.in_threads or not comm_stream.is_threaded):
-            self._step.ending.add(launch.bucket)
+            self._step.ending.add(flat.index)
             comm_stream.put_off(end)
         else:
             end()
 
-    def _end(self, launch: Launch, work: Work, began: object) -> None:
+    def _end(self, flat: StepBucket, work: Work, began: object) -> None:
         """Waits for a collective. On a comm stream."""
-        memory, flat = self.memories[launch.bucket], self._flat[launch]
-        step = memory.bucket.route[launch.step]
-        with self.reporting(self._words[launch][0], step.ranks):
-            self._step.ending.discard(launch.bucket)
+        step = flat.reduction
+        with self.reporting(flat.description, step.ranks):
+            self._step.ending.discard(flat.index)
             COLLECTIVE(work)
             flat.arriving = None
             is_mean = flat.is_mean or self._handlers[step.handler].leaves == "mean"
-            is_sum_of_mean = step.op == "mean" and not is_mean
-            memory.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)
-        self.tape.note("reduction", (launch.bucket, launch.step), began)
-
-    def _words_of(self, launch: Launch) -> tuple[str, str]:
-        """Returns the description of a launch for errors, and its label for profilers."""
-        bucket = self.memories[launch.bucket].bucket
-        step = bucket.route[launch.step]
-        what = f"bucket {bucket.index} ({bucket.names}): {step} over ranks {list(step.ranks)}"
-        return f"{what} by handler {step.handler!r}", f"pipegrad bucket {bucket.index} {step}"
+            if step.op == "mean" and not is_mean:
+                flat.memory.part(flat.launch.step + 1).div_(len(step.ranks))
+        self.tape.note("reduction", (flat.index, flat.launch.step), began)
 
     @contextmanager
     def reporting(self, description: str, ranks: Sequence[int]) -> Iterator[None]:
@@ -350,8 +324,8 @@ class Reducer:
     def submit_send_waits(self) -> list[Ticket]:
         """Submits the waits for pair exchanges' sends, which may end after the sum is complete."""
         return [
-            self.comm_streams[launch.comm_stream].submit(flat.pair_sum.wait_sent, ())
-            for launch, flat in self._flat.items()
+            self.comm_streams[flat.launch.comm_stream].submit(flat.pair_sum.wait_sent, ())
+            for flat in self._flat
             if flat.pair_sum is not None
         ]
 

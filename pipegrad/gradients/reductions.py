@@ -13,9 +13,9 @@ import torch.distributed as dist
 from pipegrad.comm import collectives
 from pipegrad.comm.collectives import Arriving, WideSum
 from pipegrad.comm.sync_points import Done, Work
-from pipegrad.gradients.bucket_memory import FlatBuffer
+from pipegrad.gradients.bucket_memory import BucketMemory, FlatBuffer
 from pipegrad.gradients.tie_exchange import PairSum
-from pipegrad.plan.buckets import Slot
+from pipegrad.plan.plan import Launch
 from pipegrad.plugins.handler import Placement, ReductionStep
 
 
@@ -23,44 +23,49 @@ class StepBucket:
     """The part of a bucket for one reduction; the `FlatBucket` that handlers launch.
 
     Args:
-        buffer: Payload, then a flag for each slot; flat.
-        num_flags: Number of flags.
-        index: Index of the bucket.
-        slots: The slot of each gradient in the payload.
-        scattered: Elements of each rank after the reduction; see `Bucket.scattered`.
-        sum_dtype: dtype in which the parts of ranks are added; None for the buffer's dtype.
+        memory: The memory of the bucket.
+        launch: The collective.
         pair_sum: The exchange of two ranks, if the reduction has one.
         is_divided: Whether gradients were divided before; their sum is the mean then.
         inbox: Memory for the next rank's sum, if the reduction is point-to-point.
 
     Attributes:
+        reduction: The reduction.
+        buffer: Payload, then a flag for each slot; flat.
+        index: Index of the bucket.
+        scattered: Elements of each rank after the reduction; see `Bucket.scattered`.
         is_mean: Whether the last launch leaves the mean, not the sum.
         arriving: The posted receive into `inbox`.
+        name: What it reduces, for profilers.
+        description: The same for errors, with the handler.
     """
 
     def __init__(
         self,
-        buffer: torch.Tensor,
-        num_flags: int,
+        memory: BucketMemory,
+        launch: Launch,
         *,
-        index: int,
-        slots: Sequence[Slot],
-        scattered: Sequence[int],
-        sum_dtype: torch.dtype | None = None,
         pair_sum: PairSum | None = None,
         is_divided: bool = False,
         inbox: FlatBuffer | None = None,
     ) -> None:
-        self.buffer, self.num_flags = buffer, num_flags
-        self.payload, self.flags = buffer[:-num_flags], buffer[-num_flags:]
-        self.index = index
-        self._slots = slots
-        self.sum_dtype = sum_dtype or buffer.dtype
-        self.scattered = scattered
+        bucket = memory.bucket
+        self.memory, self.launch = memory, launch
+        self.reduction = bucket.route[launch.step]
+        self.buffer, num_flags = memory.part(launch.step), len(bucket.slots)
+        self.payload, self.flags = self.buffer[:-num_flags], self.buffer[-num_flags:]
+        self.index = bucket.index
+        self._slots = bucket.pieces(memory.rank, launch.step)
+        self.scattered = bucket.scattered(launch.step, memory.rank)
         self.pair_sum = pair_sum
         self.is_mean = self.is_divided = is_divided
         self.inbox = inbox
         self.arriving: Arriving | None = None
+        self.name = f"bucket {bucket.index} {self.reduction}"
+        self.description = (
+            f"bucket {bucket.index} ({bucket.names}): {self.reduction} over ranks "
+            f"{list(self.reduction.ranks)} by handler {self.reduction.handler!r}"
+        )
 
     @property
     def gradients(self) -> list[torch.Tensor]:
@@ -83,8 +88,9 @@ class StepBucket:
         self.is_mean |= divisor != 1
         wide = None
         # Not for messages between two ranks, because a sum of two parts is rounded once anyway.
-        if self.sum_dtype != self.buffer.dtype and not reduction.is_point_to_point:
-            wide = WideSum(self.sum_dtype.to_real(), divisor)
+        sum_dtype = self.memory.bucket.sum_dtype
+        if sum_dtype != self.buffer.dtype and not reduction.is_point_to_point:
+            wide = WideSum(sum_dtype.to_real(), divisor)
         elif divisor != 1:
             self.payload.div_(divisor)
         return _REDUCE[reduction.placement](self, group, wide)
@@ -108,17 +114,16 @@ def _give_to_owner(bucket: StepBucket, group: dist.ProcessGroup, _: WideSum | No
 
 
 def _scatter(bucket: StepBucket, group: dist.ProcessGroup, wide: WideSum | None) -> Work:
-    numel = bucket.buffer.numel() - bucket.num_flags
-    payload, flags = bucket.buffer[:numel], bucket.buffer[numel:]
-    me, shards = dist.get_rank(group), payload.split(list(bucket.scattered))
+    flags, numel, num_flags = bucket.flags, bucket.payload.numel(), bucket.flags.numel()
+    me, shards = dist.get_rank(group), bucket.payload.split(list(bucket.scattered))
     collectives.reduce_scatter(shards[me], shards, group, common=flags, wide=wide)
     # Copy the flags to the memory right after this rank's shard; see [Note: shards]. They may
     # overwrite the next shards, because other ranks have summed those by now.
     end = sum(bucket.scattered[: me + 1])
     if end < numel:
         # With WHOLE, the parts of the last ranks may be smaller than the flags.
-        overlap = numel - end < bucket.num_flags
-        bucket.buffer[end : end + bucket.num_flags].copy_(flags.clone() if overlap else flags)
+        overlap = numel - end < num_flags
+        bucket.buffer[end : end + num_flags].copy_(flags.clone() if overlap else flags)
     return Done()
 
 
@@ -139,15 +144,10 @@ def sync_parameters(
 
     Sync: on a comm stream.
     """
-    _SYNC[placement](parameters, scattered, group)
-
-
-def _gather(parameters: torch.Tensor, scattered: Sequence[int], group: dist.ProcessGroup) -> None:
-    collectives.all_gather(parameters.split(list(scattered)), group)
-
-
-def _give_to_all(parameters: torch.Tensor, _: Sequence[int], group: dist.ProcessGroup) -> None:
-    collectives.broadcast_chain(parameters, group)
+    if placement is Placement.OWNER:
+        collectives.broadcast_chain(parameters, group)
+    else:  # SHARD or WHOLE
+        collectives.all_gather(parameters.split(list(scattered)), group)
 
 
 _REDUCE: Mapping[Placement, Callable[[StepBucket, dist.ProcessGroup, WideSum | None], Work]] = {
@@ -155,9 +155,4 @@ _REDUCE: Mapping[Placement, Callable[[StepBucket, dist.ProcessGroup, WideSum | N
     Placement.OWNER: _give_to_owner,
     Placement.WHOLE: _scatter,
     Placement.SHARD: _scatter,
-}
-_SYNC: Mapping[Placement, Callable[[torch.Tensor, Sequence[int], dist.ProcessGroup], None]] = {
-    Placement.OWNER: _give_to_all,
-    Placement.WHOLE: _gather,
-    Placement.SHARD: _gather,
 }

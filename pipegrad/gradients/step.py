@@ -29,19 +29,13 @@ class Statistics:
 
     Attributes:
         steps: Steps finished so far.
-        collectives: Collectives launched.
-        reduced_bytes: Bytes of gradients that they reduced. A communication hook sends fewer.
         early: Parameters whose gradient was sent before the backward of their stage ended.
-        published_bytes: Bytes of its parameter sync, to this rank and from it.
         exposed_seconds: Time for which `finish` waited for collectives, and `stage_first_use`
             before it for parameters.
     """
 
     steps: int = 0
-    collectives: int = 0
-    reduced_bytes: int = 0
     early: int = 0
-    published_bytes: int = 0
     exposed_seconds: float = 0.0
 
 
@@ -86,10 +80,9 @@ TRANSITIONS: Mapping[str, Mapping[State, State]] = {
     "stage_final": {State.OPEN: State.LEAVING, State.LEAVING: State.LEAVING},
     "finish": {State.OPEN: State.BETWEEN, State.LEAVING: State.BETWEEN},
     "drop_gradients": dict.fromkeys(State, State.BETWEEN) | {State.CLOSED: State.CLOSED},
-    "publish_if_due": _BETWEEN | _INSIDE,
+    "publish": _BETWEEN | _INSIDE,  # inside a step there is nothing to send
     **dict.fromkeys(
         (
-            "publish",
             "wait_parameters",
             "clip_grad_norm_",
             "non_finite",
@@ -449,16 +442,8 @@ class Step(Parts):
             exposed_seconds += self._parameter_sync.blocked_seconds
             self._parameter_sync.expect()
         self._watch.expect(has_gradients=True)
-        launched = self._reducer.num_launched
-        assert launched == len(self.plan.launches)
-        self._statistics = Statistics(
-            steps=self._statistics.steps + 1,
-            collectives=launched,
-            reduced_bytes=self.plan.reduced_bytes,
-            early=early,
-            published_bytes=self.plan.published_bytes,
-            exposed_seconds=exposed_seconds,
-        )
+        assert self._reducer.num_launched == len(self.plan.launches)
+        self._statistics = Statistics(self._statistics.steps + 1, early, exposed_seconds)
 
     def abort(self, error: BaseException, *, begun: bool = True, final: bool = False) -> str | None:
         """Ends a failed step. All ranks can go on with the next step, and raise an error for this.

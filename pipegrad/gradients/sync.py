@@ -48,6 +48,7 @@ from pipegrad.gradients.norm import NonFinite, clip_, merge_non_finite, non_fini
 from pipegrad.gradients.optimizer_watch import Gradients
 from pipegrad.gradients.set_up import negotiate
 from pipegrad.gradients.step import State, Statistics, Step
+from pipegrad.model.dtensor import local
 from pipegrad.model.main_grad import MainGrad
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard
@@ -105,9 +106,8 @@ class GradientSync(Step):
         **options: Fields of `GradientOptions` by name, such as ``bucket_bytes``.
 
     Attributes:
-        agreed: The agreed model and plan, and the plans of any ranks; for tools.
+        agreed: The agreed model, handlers and plan, and the plans of any ranks; for tools.
         topology: The topology.
-        handlers: The resolved handlers by name, with distribution and version.
         manifest: The agreed model.
         name: Equal on all ranks, and different for each GradientSync.
         plan: This rank's buckets and collectives; printable.
@@ -143,7 +143,6 @@ class GradientSync(Step):
         )
         self.topology = topology
         self._ranks = sorted(topology.ranks)
-        self.handlers = agreed.handlers
         self.manifest = agreed.manifest
         self.device = agreed.device
         self._agree_seconds = slow_seconds(agreed.device, agree_seconds)
@@ -239,11 +238,11 @@ class GradientSync(Step):
         return merge_non_finite(self.manifest, dict(zip(self._ranks, replies, strict=True)))
 
     def _main_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the gradients of this rank's main parameters, by key."""
+        """Returns the gradients of this rank's main parameters, by key; of DTensors, its parts."""
         return {
-            key: gradient
+            key: local(gradient)
             for key, parameter in self._parameters.items()
-            if parameter.main is not None and (gradient := parameter.main.gradient) is not None
+            if parameter.main is not None and (gradient := parameter.result) is not None
         }
 
     def scale_by(self, scaler: GradScaler) -> None:
@@ -371,25 +370,16 @@ class GradientSync(Step):
         you do not call it, the next method that reads parameters does. All ranks must make the same
         calls.
 
+        Call it before an evaluation, too. An optimizer that steps after it with the same gradients
+        raises StepError.
+
         Sync: on the comm streams, after everything on the current stream.
 
         Raises:
-            StepError: Inside a step, or if `optimizer_parameters` was never called.
+            StepError: If the gradients of a step were not published, and `optimizer_parameters` was
+                never called.
         """
         self._check("publish")
-        self._parameter_sync.refuse_untaken()
-        self._parameter_sync.publish()
-
-    @outside_of_graphs
-    def publish_if_due(self) -> None:
-        """Publishes parameters that were not published since `finish`.
-
-        Call it, for example, before an evaluation. An optimizer that steps after it with the same
-        gradients raises StepError.
-
-        Sync: as `publish`; all ranks must call it.
-        """
-        self._check("publish_if_due")
         self._parameter_sync.publish()
 
     @outside_of_graphs
@@ -492,7 +482,7 @@ class GradientSync(Step):
 
         def make() -> tuple[OuterOptimizer, None]:
             try:
-                return self.handlers[name].plugin.outer_optimizer(alone), None
+                return self.agreed.plugins[name].outer_optimizer(alone), None
             except Exception as error:
                 raise PlanError(f"handler {name!r}: {in_words(error)}") from error
 
@@ -555,7 +545,7 @@ class GradientSync(Step):
         self.reshard()
         # Values first, because shards and master copies are made of them, and must be equal on all
         # ranks.
-        make_equal(self.plan.packs, self._parameters, self._groups)
+        make_equal(self.plan, self._parameters, self._groups)
         for parameter in self._parameters.values():
             parameter.move()
         self._parameter_sync.forget()
@@ -581,7 +571,7 @@ class GradientSync(Step):
         # Agree first, because checksums use the communicators of buckets. If a rank called this
         # alone, its checksums would be added to the gradients of ranks that are in a step.
         agree("check_replicas", check, ranks=self._ranks, timeout_seconds=self._agree_seconds)
-        self.publish_if_due()
+        self.publish()
         with self.bounded("check_replicas()"):
             self._parameter_sync.wait()
             self.reshard()

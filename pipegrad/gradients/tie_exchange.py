@@ -9,7 +9,6 @@ terms.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -34,29 +33,20 @@ from pipegrad.plan.buckets import Bucket
 _ALIGN_BYTES = 8  # in a message, row numbers follow values of any dtype
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of the same width, side by side in a flat tensor."""
-
-    begin: int
-    num_rows: int
-    width: int
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns the rows as a view ``(num_rows, width)``."""
-        return flat[self.begin : self.begin + self.num_rows * self.width].view(-1, self.width)
-
-
-def rows_of(bucket: Bucket, region: range) -> tuple[Rows, ...]:
-    """Returns the rows in a region of a bucket: rows of parameters, then all flags as one row.
+def rows_of(buffer: torch.Tensor, bucket: Bucket, region: range) -> list[torch.Tensor]:
+    """Returns a buffer as views ``(num_rows, width)``: rows of parameters, then all flags as one.
 
     A row is one index of a parameter's outermost dimension in memory. A region may begin or end
-    inside a row; that part is a separate row. A complex number has the width 2.
+    inside a row; that part is a separate view. A complex number has the width 2.
+
+    Args:
+        buffer: The region of the bucket, then the flags; flat.
+        bucket: The bucket.
+        region: The elements of its payload.
     """
     # Rows, because the first stage changes only the rows of a tied embedding for the tokens in its
     # batch.
-    parts = 2 if bucket.wire_dtype.is_complex else 1
-    pieces = []
+    pieces = list[tuple[int, int, int]]()  # begin, end, width
     for slot in bucket.slots:
         part = slot.within(region)
         begin, end = part.start, part.stop
@@ -64,27 +54,29 @@ def rows_of(bucket: Bucket, region: range) -> tuple[Rows, ...]:
         width = max(steps) if len(steps) > 1 else slot.numel
         while begin < end:
             into = begin % width
-            whole = (end - begin) // width if into == 0 else 0
-            numel = whole * width or min(width - into, end - begin)
+            whole = (end - begin) // width * width if into == 0 else 0
+            numel = whole or min(width - into, end - begin)
             at = slot.offset + begin - region.start
-            pieces.append(Rows(at, whole, width) if whole else Rows(at, 1, numel))
+            pieces.append((at, at + numel, width if whole else numel))
             begin += numel
-    pieces.append(Rows(len(region), 1, len(bucket.slots)))
-    return tuple(Rows(rows.begin * parts, rows.num_rows, rows.width * parts) for rows in pieces)
+    pieces.append((len(region), len(buffer), len(bucket.slots)))
+    return [
+        real(buffer[begin:end]).view((end - begin) // width, -1) for begin, end, width in pieces
+    ]
 
 
 class PairSum:
     """The exchange of one bucket between two ranks, in each step. Runs on a comm stream.
 
     Args:
-        rows: The rows of the buffer.
+        parts: The rows of the buffer: see `rows_of`.
         back: The communicator for messages of the first rank. It is a separate one, because the
             receive that was posted early on the other communicator would block these messages on a
             backend without tags.
     """
 
-    def __init__(self, rows: Sequence[Rows], *, back: dist.ProcessGroup) -> None:
-        self._rows = rows
+    def __init__(self, parts: Sequence[torch.Tensor], *, back: dist.ProcessGroup) -> None:
+        self._parts = parts
         self._back = back
         self._sending: list[tuple[torch.Tensor, Work]] = []
 
@@ -123,16 +115,15 @@ class PairSum:
         # The messages of the last step hold their memory until here, because a wait right after the
         # sends would have lasted until the other rank came to its receives.
         self.wait_sent()
-        flat = real(buffer)
-        parts = [rows.of(flat) for rows in self._rows]
+        parts = self._parts
         touched = [part.view(torch.uint8).any(dim=1).nonzero().flatten() for part in parts]
         counts = [len(numbers) for numbers in touched]
-        content, message = _message(self._rows, counts, flat)
+        content, message = _message(parts, counts)
         for part, numbers, (to_numbers, to_values) in zip(parts, touched, message, strict=True):
             to_numbers.copy_(numbers)
             torch.index_select(part, 0, numbers, out=to_values)
         # Send the counts first, because the receiver computes the length of the message from them.
-        for tensor, tag in ((torch.tensor(counts, device=flat.device), COUNTS), (content, BACK)):
+        for tensor, tag in ((torch.tensor(counts, device=buffer.device), COUNTS), (content, BACK)):
             self._sending.append((tensor, send(tensor, 1, self._back, tag)))
         # Wait after the sends, because the other rank needs them to end its step, and would wait
         # for this rank as long as this rank waits for it.
@@ -140,41 +131,40 @@ class PairSum:
 
     def _add_rows(self, buffer: torch.Tensor) -> None:
         """Adds the first rank's rows to the second rank's part."""
-        flat = real(buffer)
-        counts = torch.empty(len(self._rows), dtype=torch.int64, device=flat.device)
+        counts = torch.empty(len(self._parts), dtype=torch.int64, device=buffer.device)
         RECEIVED(receive(counts, 0, self._back, COUNTS))
         numbers_of = counts.tolist()
         # Check them, because they determine the memory of the message.
-        if any(n not in range(r.num_rows + 1) for n, r in zip(numbers_of, self._rows, strict=True)):
+        if any(n not in range(len(x) + 1) for n, x in zip(numbers_of, self._parts, strict=True)):
             raise ReduceError(f"another rank sends {numbers_of} rows, more than there are")
-        content, message = _message(self._rows, numbers_of, flat)
+        content, message = _message(self._parts, numbers_of)
         RECEIVED(receive(content, 0, self._back, BACK))
         sums = []
-        for rows, (numbers, values) in zip(self._rows, message, strict=True):
-            part = rows.of(flat)
+        for part, (numbers, values) in zip(self._parts, message, strict=True):
             sums.append((part, numbers.long(), part[numbers].add_(values)))
         # All sums are computed before this line, and written after it. Add zeros, because both
         # ranks must have the same bits: the first rank has added zeros for the rows that were not
         # sent, which turns -0.0 to 0.0.
-        flat.add_(0.0)
+        real(buffer).add_(0.0)
         for part, numbers, values in sums:
             part.index_copy_(0, numbers, values)
 
 
 def _message(
-    rows: Sequence[Rows], counts: Sequence[int], like: torch.Tensor
+    parts: Sequence[torch.Tensor], counts: Sequence[int]
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Returns one tensor of bytes for some of the rows: all values, then the row numbers.
 
-    It also returns views of it: numbers ``(count,)`` and values ``(count, width)`` for each entry
-    of `rows`.
+    It also returns views of it: numbers ``(count,)`` and values ``(count, width)`` for each of
+    `parts`.
     """
-    sizes = [count * each.width for count, each in zip(counts, rows, strict=True)]
+    like, widths = parts[0], [part.shape[1] for part in parts]
+    sizes = [count * width for count, width in zip(counts, widths, strict=True)]
     nbytes = sum(sizes) * like.itemsize
     aligned = -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
     num_bytes = aligned + sum(counts) * torch.int32.itemsize
     content = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
     values = content[:nbytes].view(like.dtype).split(sizes)
     numbers = content[aligned:].view(torch.int32).split(list(counts))
-    views = zip(numbers, values, rows, strict=True)
-    return content, [(n, v.view(-1, each.width)) for n, v, each in views]
+    views = zip(numbers, values, widths, strict=True)
+    return content, [(n, v.view(-1, width)) for n, v, width in views]

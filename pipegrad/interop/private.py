@@ -93,6 +93,16 @@ def accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable[[Any], object]]
     return {} if hooks is None else hooks
 
 
+def resting_hook(parameter: torch.nn.Parameter) -> tuple[dict[int, Callable[[Any], object]], int]:
+    """Returns the table of hooks that autograd calls for a parameter, and a free number there."""
+    # A function under that number is called, after the ones that are there already. A write to the
+    # table is cheaper than a new hook and its handle for each parameter in each step.
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    hooks = accumulate_hooks(parameter)
+    handle.remove()
+    return hooks, handle.id
+
+
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """True if autograd calls hooks with each gradient before it is added to `.grad`."""
     return bool(tensor._backward_hooks)

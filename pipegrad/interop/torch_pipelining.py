@@ -210,7 +210,7 @@ def _begin_step(schedule: TorchSchedule, sync: GradientSync) -> None:
     if schedule._has_backward:
         sync.prepare(divisor=divisor(schedule))
     elif not sync.is_closed:
-        sync.publish_if_due()
+        sync.publish()
         # Parameters that FSDP2 gathered before the optimizer's step have old values.
         sync.reshard()
 

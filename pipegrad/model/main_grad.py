@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,28 +35,6 @@ def gradient_dtype(parameter: nn.Parameter, main_grad: MainGrad | None) -> torch
     if main_grad is not None:
         return main_grad.dtype
     return parameter.grad_dtype or parameter.dtype
-
-
-def gradients_of(
-    parameters: Sequence[nn.Parameter], main_grad: MainGrad | None
-) -> list[torch.Tensor | None]:
-    """Returns the gradients of parameters, from ``.grad`` or ``.main_grad``."""
-    attribute = "grad" if main_grad is None else "main_grad"
-    return [getattr(parameter, attribute, None) for parameter in parameters]
-
-
-def set_gradients(
-    parameters: Iterable[nn.Parameter],
-    gradients: Iterable[torch.Tensor | None],
-    main_grad: MainGrad | None,
-) -> None:
-    """Sets the gradients of parameters, in ``.grad`` or ``.main_grad``."""
-    attribute = "grad" if main_grad is None else "main_grad"
-    named: Any
-    for named, gradient in zip(parameters, gradients, strict=True):
-        setattr(named, attribute, gradient)
-        if main_grad is not None:
-            named.grad_added_to_main_grad = False  # fused kernels need the attribute to exist
 
 
 def take_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -112,20 +112,16 @@ class Manifest:
     @property
     def parameters(self) -> tuple[ParameterRecord, ...]:
         """The parameters of all stages, one record each, seen from the lowest holder."""
-        return tuple(self._records[locations[0]] for locations in self._locations.values())
-
-    def locations(self, key: str) -> tuple[Location, ...]:
-        """Returns the locations of the parameter `key`, by stage."""
-        return self._locations[key]
+        return tuple(self._records[locations[0]] for locations in self.locations.values())
 
     def entries(self, key: str) -> tuple[ParameterEntry, ...]:
         """Returns the entries of the parameter `key`, by stage."""
-        return tuple(self._entries[location] for location in self._locations[key])
+        return tuple(self._entries[location] for location in self.locations[key])
 
     def shard(self, rank: int, key: str) -> Shard | None:
         """Returns the part of the parameter `key` on `rank`; None if it is not a DTensor."""
         held = self.shards.get(rank, {})
-        return next((held[location] for location in self._locations[key] if location in held), None)
+        return next((held[location] for location in self.locations[key] if location in held), None)
 
     def is_counted(self, rank: int, key: str) -> bool:
         """True if the part on `rank` counts in a norm; equal parts of a DTensor count once."""
@@ -147,7 +143,8 @@ class Manifest:
         return {(s, e.name): e for s, entries in enumerate(self.stages) for e in entries}
 
     @cached_property
-    def _locations(self) -> dict[str, tuple[Location, ...]]:
+    def locations(self) -> dict[str, tuple[Location, ...]]:
+        """Key -> the locations of that parameter, by stage."""
         tied = {location: tie for tie in self.ties for location in tie}
         groups = [tied.get(location, (location,)) for location in self._entries]
         # The key comes from the lowest holder, because all holders of a tie must have one key.
@@ -159,7 +156,7 @@ class Manifest:
             (s, e.name): i for s, entries in enumerate(self.stages) for i, e in enumerate(entries)
         }
         records: dict[Location, ParameterRecord] = {}
-        for key, locations in self._locations.items():
+        for key, locations in self.locations.items():
             for location in locations:
                 entry = self._entries[location]
                 records[location] = ParameterRecord(

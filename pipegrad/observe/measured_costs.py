@@ -37,7 +37,7 @@ from pipegrad.pipeline.stage import Counts
 from pipegrad.pipeline.trees import flattened
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.codec import CARRIED, Carried
-from pipegrad.plugins.handler import ReductionStep
+from pipegrad.plugins.handler import Placement, ReductionStep
 from pipegrad.schedules import Program
 from pipegrad.simulation.costs import (
     CodecCosts,
@@ -283,7 +283,7 @@ def reductions_in(plans: Collection[Plan], topology: Topology) -> dict[str, Coll
 
 def _kind(step: ReductionStep) -> Literal["all-reduce", "reduce-scatter", "send"]:
     # The two ranks of a pair send each other as much as in an all-reduce of two.
-    if step.placement.has_owner:
+    if step.placement is Placement.OWNER:
         return "send"
     return "reduce-scatter" if step.placement.scatters else "all-reduce"
 

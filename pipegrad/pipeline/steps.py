@@ -568,7 +568,7 @@ class Steps:
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
         if not training:
             # All ranks must take part, also one that refuses its batch below.
-            sync.publish_if_due()
+            sync.publish()
         if self.feedback.pending:
             self.feedback.decide()
         given, divisor = self._given(kind, batch)

@@ -11,7 +11,7 @@ import torch
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.routes import Divisors, Route, signature
-from pipegrad.plugins.handler import ParameterRecord
+from pipegrad.plugins.handler import ParameterRecord, Placement
 from pipegrad.printable import printable
 from pipegrad.topology import Topology
 
@@ -116,9 +116,9 @@ class Bucket(Kind):
         Without SHARD or WHOLE the counts do not change.
         """
         reduction = self.route[step]
-        if reduction.placement.divides_parameters:
+        if reduction.placement is Placement.WHOLE:
             return self.whole_numels
-        shards = len(reduction.ranks) if reduction.placement.divides_elements else 1
+        shards = len(reduction.ranks) if reduction.placement is Placement.SHARD else 1
         return (len(self.region(rank, step)) // shards,) * len(reduction.ranks)
 
     def pieces(self, rank: int, num_steps: int) -> tuple[Slot, ...]:
@@ -158,22 +158,22 @@ def in_few_words(keys: Sequence[str]) -> str:
 
 
 def make_buckets(
+    records: Iterable[ParameterRecord],
+    routes: Mapping[str, Route],
+    *,
     manifest: Manifest,
     topology: Topology,
-    routes: Mapping[str, Route],
     divisors: Divisors,
     options: GradientOptions,
 ) -> tuple[Bucket, ...]:
-    """Returns the buckets of all ranks, numbered by readiness."""
+    """Returns the buckets of trained parameters, numbered by readiness."""
     alone = options.stage_ticks or range(topology.num_stages - 1, -1, -1)
     several = options.shared_ticks or alone
     # Reverse order of the model, because backward completes gradients in this order: the first
     # bucket is complete early, and its collective runs during the rest of the backward.
     families: dict[tuple[Kind, object], list[ParameterRecord]] = {}
-    for record in sorted(manifest.parameters, key=lambda x: (x.position, x.key), reverse=True):
-        route = routes.get(record.key, ())
-        if not route or not record.requires_grad:
-            continue
+    for record in sorted(records, key=lambda x: (x.position, x.key), reverse=True):
+        route = routes[record.key]
         ticks = several if topology.crosses(record.holders) else alone
         dtype = manifest.entries(record.key)[0].gradient_dtype
         wire = options.reduce_dtype or dtype
@@ -207,37 +207,9 @@ def make_buckets(
     )
 
 
-def unsent_buckets(
-    manifest: Manifest, records: Iterable[ParameterRecord], divisors: Divisors
-) -> list[Bucket]:
-    """Returns a bucket for each kind of gradients without a reduction, numbered -1, -2 and so on.
-
-    Args:
-        manifest: The agreed model.
-        records: The parameters of one rank.
-        divisors: Key -> divisor of its gradient.
-    """
-    families: dict[Kind, list[ParameterRecord]] = {}
-    for record in records:
-        dtype = manifest.entries(record.key)[0].gradient_dtype
-        kind = Kind(
-            ready=0,
-            holders=record.holders,
-            dtype=dtype,
-            wire_dtype=dtype,
-            sum_dtype=dtype,
-            divisor=divisors.get(record.key, 1.0),
-        )
-        families.setdefault(kind, []).append(record)
-    return [
-        _bucket(-number, kind, family[::-1], manifest=manifest, route=(), costs={})
-        for number, (kind, family) in enumerate(families.items(), 1)
-    ]
-
-
 def _num_owners(route: Route) -> int:
     """Returns the number of ranks that divide whole parameters; `make_routes` allows one WHOLE."""
-    return max((len(s.ranks) for s in route if s.placement.divides_parameters), default=1)
+    return max((len(s.ranks) for s in route if s.placement is Placement.WHOLE), default=1)
 
 
 def cut_by_bytes(
@@ -294,7 +266,7 @@ def _bucket(
     """Returns a bucket of some parameters. With WHOLE the slots of each rank lie together."""
     wire, numels = kind.wire_dtype, tuple[int, ...]()
     for step in route:
-        if step.placement.divides_parameters:
+        if step.placement is Placement.WHOLE:
             shares = share_out(records, costs.setdefault(step.ranks, [0] * len(step.ranks)))
             records = [record for share in shares for record in share]
             numels = tuple(sum(_aligned(x.numel, wire) for x in share) for share in shares)
@@ -304,7 +276,7 @@ def _bucket(
         offset += _aligned(record.numel, wire)
     # All shards have the same size. No shard may be smaller than the flags, because these are
     # written right after a shard, over a shard of another rank; see [Note: shards].
-    num_shards = math.prod(len(s.ranks) for s in route if s.placement.divides_elements)
+    num_shards = math.prod(len(s.ranks) for s in route if s.placement is Placement.SHARD)
     minimum = len(slots) * num_shards if num_shards > 1 else 0
     return Bucket(
         **vars(kind),

@@ -26,7 +26,7 @@ from pipegrad.plan.routes import (
     signature,
     steps_taken,
 )
-from pipegrad.plugins.handler import GradientHandler, ReductionStep, matches_any
+from pipegrad.plugins.handler import GradientHandler, Placement, ReductionStep, matches_any
 from pipegrad.topology import Topology
 
 
@@ -53,7 +53,7 @@ def _is_covered(
     allow_unsynced: Sequence[str],
 ) -> bool:
     """True if a parameter is reduced over `ranks`, or needs no reduction."""
-    names = (key, *(name for _, name in manifest.locations(key)))
+    names = (key, *(name for _, name in manifest.locations[key]))
     return any(set(ranks) <= set(each) for each in reduced) or matches_any(allow_unsynced, names)
 
 
@@ -126,7 +126,7 @@ def _check_wrappers(
         held = [
             (record, routes[rank].get(record.key, ()), manifest.shard(rank, record.key))
             for record in manifest.records(topology.at(rank))
-            if any(s == stage for s, _ in manifest.locations(record.key))
+            if any(s == stage for s, _ in manifest.locations[record.key])
         ]
         # The other parameters of the stage need a handler, because FSDP2 reduces only the ones that
         # it shards, and each rank of its mesh sees different data.
@@ -203,7 +203,7 @@ def _check_ties(
             ranks = view.ranks_of(record.holders)
             reduced = [step.ranks for step in by_key.get(record.key, ())]
             if not _is_covered(manifest, record.key, ranks, reduced, allow_unsynced):
-                locations = [f"{name!r} on stage {s}" for s, name in manifest.locations(record.key)]
+                locations = [f"{name!r} on stage {s}" for s, name in manifest.locations[record.key]]
                 raise PlanError(
                     f"{' and '.join(locations)} are one parameter, but no handler reduces its "
                     f"gradient over ranks {list(ranks)}: add 'pipeline-shared' to the handlers, "
@@ -227,7 +227,7 @@ def check_sums(buckets: Iterable[Bucket], handlers: Mapping[str, GradientHandler
                 )
             # Refuse longer chains, because each rank of a chain rounds the sum that it sends. Two
             # ranks add once.
-            if step.placement.has_owner and len(step.ranks) > 2:
+            if step.placement is Placement.OWNER and len(step.ranks) > 2:
                 raise PlanError(
                     f"{words}{bucket.names} along a chain of {len(step.ranks)} ranks, which round "
                     f"the sum one after the other: use the placement 'replicate', or drop sum_dtype"

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.buckets import (
     Bucket,
-    cut_by_bytes,
     in_few_words,
     localised,
     make_buckets,
-    unsent_buckets,
 )
 from pipegrad.plan.check import check_routes, check_sums
 from pipegrad.plan.options import DEFAULT_OPTIONS, GradientOptions
@@ -29,10 +28,9 @@ from pipegrad.plan.routes import (
     make_routes,
     part_of,
     shared_routes,
-    signature,
     steps_taken,
 )
-from pipegrad.plugins.handler import GradientHandler, ParameterRecord, ReductionStep
+from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement, ReductionStep
 from pipegrad.topology import Topology
 
 
@@ -86,10 +84,6 @@ class MainRange:
     sharded: bool
 
 
-Pack = tuple[Route, tuple[str, ...]]
-"""Parameters, frozen ones too, that are made equal together: their route and their keys."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything one rank does with gradients, in order.
@@ -102,8 +96,8 @@ class Plan:
         main_ranges: Parts that the optimizer of this rank steps, by stage and position.
         trained_numel: Elements of all trained parameters that this rank holds.
         syncs_parameters: Whether any rank needs a parameter sync.
-        routes: Key -> route, for every parameter that this rank reduces or keeps equal.
-        packs: The parameters of this rank, for making replicas equal.
+        routes: Key -> route, for every parameter that this rank reduces or keeps equal, also frozen
+            ones. By key, because all ranks make copies equal in this order.
         groups: Process groups of all ranks, as (ranks, comm stream or `second_communicator` of a
             comm stream). All ranks make them in this order.
         digest: Digest of the routes and buckets of all ranks. Plans with equal digests fit
@@ -123,7 +117,6 @@ class Plan:
     trained_numel: int
     syncs_parameters: bool
     routes: tuple[tuple[str, Route], ...]
-    packs: tuple[Pack, ...]
     groups: tuple[tuple[tuple[int, ...], int], ...]
     digest: str
     divisors: tuple[tuple[str, float], ...] = ()
@@ -165,7 +158,7 @@ class Plan:
         return frozenset(
             key
             for key, route in self.routes
-            if any(step.placement.divides_elements for step in route)
+            if any(step.placement is Placement.SHARD for step in route)
         )
 
     @property
@@ -251,7 +244,14 @@ def make_plans(
     check_routes(manifest, topology, routes, options.allow_unsynced)
     axes, by = independent_axes(manifest, topology, handlers, routes)
     shared = shared_routes(routes)
-    buckets = make_buckets(manifest, topology, shared, divisors, options)
+    buckets = make_buckets(
+        [r for r in manifest.parameters if r.requires_grad and r.key in shared],
+        shared,
+        manifest=manifest,
+        topology=topology,
+        divisors=divisors,
+        options=options,
+    )
     check_sums(buckets, dict(handlers))
     # The shared routes are enough, because `check_routes` has checked that the mesh and a
     # parameter's route on one rank determine its routes on all ranks.
@@ -302,8 +302,7 @@ def _plan_of(
         publishes=_publishes(local, view, routes, options.comm_streams),
         main_ranges=tuple(_main_ranges(trained, local, route_of, rank)),
         trained_numel=sum(record.numel for record in trained),
-        routes=tuple(route_of.items()),
-        packs=tuple(_packs(held, route_of, options.bucket_bytes)),
+        routes=tuple(sorted(route_of.items())),
         divisors=tuple((r.key, divisors[r.key]) for r in held if r.key in divisors),
     )
 
@@ -313,22 +312,17 @@ def buckets_alone(manifest: Manifest, plan: Plan, view: Topology) -> tuple[Bucke
     reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
     held = [r for r in manifest.records(view) if r.requires_grad and r.key not in reduced]
     shapes = {r.key: shard.shape for r in held if (shard := manifest.shard(view.rank, r.key))}
-    buckets = unsent_buckets(manifest, held, dict(plan.divisors))
-    return localised(buckets, {r.key: () for r in held}, shapes)
-
-
-def _packs(
-    records: Iterable[ParameterRecord], routes: Mapping[str, Route], capacity_bytes: int
-) -> Iterator[Pack]:
-    """Yields the packs of a rank, in the same order and with the same keys on ranks that share."""
-    families: dict[tuple[object, ...], list[ParameterRecord]] = {}
-    for record in sorted(records, key=lambda record: record.key):
-        if route := routes.get(record.key):
-            kind = record.holders, str(record.dtype), signature(route)
-            families.setdefault(kind, []).append(record)
-    for _, family in sorted(families.items()):
-        for run in cut_by_bytes(family, family[0].dtype, capacity_bytes):
-            yield routes[run[0].key], tuple(record.key for record in run)
+    routes = dict.fromkeys([r.key for r in held], ())
+    buckets = make_buckets(
+        held,
+        routes,
+        manifest=manifest,
+        topology=view,
+        divisors=dict(plan.divisors),
+        options=GradientOptions(bucket_bytes=sys.maxsize),
+    )
+    alone = (replace(bucket, index=~bucket.index) for bucket in buckets)
+    return localised(alone, routes, shapes)
 
 
 def _launches(buckets: Iterable[Bucket], rank: int, comm_streams: int) -> tuple[Launch, ...]:
@@ -379,7 +373,7 @@ def _readers(
     bucket: Bucket, step: ReductionStep, ranks: Sequence[int], view: Topology
 ) -> tuple[int, ...]:
     """Returns the stages on `ranks` that receive parameters by the sync along a reduction."""
-    owner = step.owner if step.placement.has_owner else None
+    owner = step.owner if step.placement is Placement.OWNER else None
     locations = {view.at(rank).coordinate(view.pipeline) for rank in ranks if rank != owner}
     return tuple(s for s in bucket.holders if view.stage_to_rank[s] in locations)
 
@@ -409,7 +403,7 @@ def _main_ranges(
             part = slot.within(bucket.region(rank, len(route)))
             if not part:
                 continue
-        sharded = any(step.placement.divides_elements for step in route)
+        sharded = any(step.placement is Placement.SHARD for step in route)
         yield MainRange(record.key, part.start, part.stop, sharded=sharded)
 
 

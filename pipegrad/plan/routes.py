@@ -32,7 +32,7 @@ Divisors = Mapping[str, float]
 def steps_taken(route: Route, rank: int) -> int:
     """Returns the number of reductions of a route in which `rank` takes part."""
     # After a reduction with OWNER, only the owner continues, because only it has the sum.
-    ends = (n for n, s in enumerate(route, 1) if s.placement.has_owner and rank != s.owner)
+    ends = (n for n, s in enumerate(route, 1) if s.placement is Placement.OWNER and rank != s.owner)
     return next(ends, len(route))
 
 
@@ -40,7 +40,7 @@ def has_result(route: Route, rank: int) -> bool:
     """True if `rank` has a part of the result of a route, if there are several parts."""
     # With SHARD every rank has a part, with REPLICATE every rank has all. With WHOLE the bucket
     # determines the parameters of a rank: see `Plan.main_ranges`.
-    return all(rank == step.owner for step in route if step.placement.has_owner)
+    return all(rank == step.owner for step in route if step.placement is Placement.OWNER)
 
 
 def is_counted(route: Route, rank: int) -> bool:
@@ -99,7 +99,7 @@ def make_routes(
     steps: dict[tuple[object, ...], ReductionStep] = {}
     routes = {r: _routes(manifest, topology.at(r), reductions[r], steps) for r in reductions}
     whole = (r for on_rank in reductions.values() for _, r in on_rank)
-    matrices = frozenset(r.record.key for r in whole if r.placement.divides_parameters)
+    matrices = frozenset(r.record.key for r in whole if r.placement is Placement.WHOLE)
     return routes, _divisors(manifest, topology, reductions), matrices
 
 
@@ -180,7 +180,7 @@ def _faults(name: str, handler: GradientHandler, reduction: Reduction) -> Iterat
             f"{get_args(Exchange)}"
         )
     is_pair = exchange == "asymmetric" and len(reduction.ranks) > 1
-    if is_pair and (len(reduction.ranks) != 2 or placement.sends_back):
+    if is_pair and (len(reduction.ranks) != 2 or placement is not Placement.REPLICATE):
         yield (
             f"{_subject(name, reduction)}, placement {placement.value!r}, exchange "
             f"{exchange!r}: that is for the gradients of two ranks, placed by 'replicate'; give "
@@ -235,7 +235,7 @@ def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Ro
                 f"{[first.handler, second.handler]}: drop one, or reduce along different axes"
             )
     scattering = [step for step in steps if step.placement.scatters]
-    if len(scattering) > 1 and any(step.placement.divides_parameters for step in scattering):
+    if len(scattering) > 1 and any(step.placement is Placement.WHOLE for step in scattering):
         raise PlanError(
             f"{key!r} is reduced by {' and '.join(map(str, scattering))}, handlers "
             f"{[step.handler for step in scattering]}: after 'whole' one rank has all of it, so "

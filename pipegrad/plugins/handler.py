@@ -2,10 +2,9 @@
 
 Handlers whose options name functions check them by `complaints_of` and `closest_first`.
 
-To add a placement, give it a member of `Placement`, at its position in a route. Its properties
-determine the ranks that continue, their elements, and if parameters are sent back; all other code
-reads these properties. Then add its collectives to the two tables of gradients/reductions.py, and a
-row to tests/parity/test_gradient_placements.py.
+To add a placement, give it a member of `Placement`, at its position in a route. plan/routes.py says
+which ranks continue, and plan/buckets.py with which elements. Then add its collectives, there and
+back, to gradients/reductions.py, and a row to tests/parity/test_gradient_placements.py.
 """
 
 from __future__ import annotations
@@ -53,29 +52,9 @@ class Placement(Enum):
     REPLICATE = "replicate"
 
     @property
-    def has_owner(self) -> bool:
-        """True if only one rank, the owner, has the result and steps it; all others drop it."""
-        return self is Placement.OWNER
-
-    @property
-    def divides_parameters(self) -> bool:
-        """True if each rank goes on with whole parameters of a bucket: a reduce-scatter."""
-        return self is Placement.WHOLE
-
-    @property
-    def divides_elements(self) -> bool:
-        """True if each rank goes on with equally many elements of a bucket: a reduce-scatter."""
-        return self is Placement.SHARD
-
-    @property
     def scatters(self) -> bool:
         """True if each rank goes on with its own part of a bucket: a reduce-scatter."""
-        return self.divides_parameters or self.divides_elements
-
-    @property
-    def sends_back(self) -> bool:
-        """True if updated parameters are sent along the reduction, backwards."""
-        return self.has_owner or self.scatters
+        return self in (Placement.WHOLE, Placement.SHARD)
 
 
 @dataclass(frozen=True)
@@ -214,7 +193,7 @@ class ReductionStep:
     @property
     def syncs_parameters(self) -> bool:
         """True if updated parameters are sent along it, backwards, after the optimizer's step."""
-        return self.placement.sends_back
+        return self.placement is not Placement.REPLICATE
 
     @property
     def is_point_to_point(self) -> bool:

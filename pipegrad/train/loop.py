@@ -255,8 +255,8 @@ class Trainer:
             [
                 now - begin,
                 statistics.exposed_seconds,
-                statistics.collectives,
-                statistics.reduced_bytes,
+                len(self.sync.plan.launches),
+                self.sync.plan.reduced_bytes,
                 peak_memory_bytes(self._device),
                 now - self._begin,
                 self.signals.received,

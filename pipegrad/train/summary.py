@@ -18,6 +18,7 @@ from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.wiring import synced_stages
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan
+from pipegrad.plugins.handler import Placement
 from pipegrad.plugins.registry import ResolvedPlugin, redacted
 from pipegrad.schedules import Program, Proof, lower, verify
 from pipegrad.simulation.choose import cut_at
@@ -325,7 +326,7 @@ def _launched(buckets: Iterable[Bucket], topology: Topology) -> Iterator[tuple[i
             numel = ranks // parts * bucket.payload_numel + ranks * len(bucket.slots)
             yield ranks, numel * bucket.wire_dtype.itemsize
             # The groups of a step have equal sizes, and after OWNER one rank of each goes on.
-            ranks //= len(step.ranks) if step.placement.has_owner else 1
+            ranks //= len(step.ranks) if step.placement is Placement.OWNER else 1
             parts *= len(step.ranks) if step.placement.scatters else 1
 
 

@@ -116,7 +116,7 @@ def test_bytes_are_those_of_one_step_in_every_so_many(every: int) -> None:
     trainer = Trainer(Run(every=every))
     trainer.train(range(4))
     # Nothing of a gradient goes to another replica: this is the tie alone, with its flag.
-    assert trainer.sync.statistics().reduced_bytes == 4 * (32 * 16 + 1)
+    assert trainer.sync.plan.reduced_bytes == 4 * (32 * 16 + 1)
     trained = {n: w for n, w in trainer.weights[0].items() if n != "1.norm.bias"}
     if rank() >= REPLICAS:  # the tie meets once, on its lowest stage
         trained.pop("0.weight")

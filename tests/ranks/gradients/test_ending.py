@@ -152,7 +152,7 @@ def test_a_dropped_one_and_its_model_end_at_once() -> None:
 
 VERBS: list[tuple[Any, ...]] = [
     *[("prepare",), ("stage_first_use", 0), ("stage_last_backward", 0), ("stage_final", 0)],
-    *[("finish",), ("clip_grad_norm_", 1.0), ("publish",), ("publish_if_due",)],
+    *[("finish",), ("clip_grad_norm_", 1.0), ("publish",)],
     *[("wait_parameters",), ("synchronize_parameters",), ("check_replicas",)],
     *[("state_dict",), ("load_state_dict", {})],
 ]

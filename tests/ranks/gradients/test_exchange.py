@@ -33,7 +33,7 @@ from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.store import store
 from pipegrad.errors import PlanError
 from pipegrad.gradients import tie_exchange
-from pipegrad.gradients.tie_exchange import Rows, rows_of
+from pipegrad.gradients.tie_exchange import rows_of
 from pipegrad.plan.buckets import Bucket, Slot
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan
@@ -211,12 +211,17 @@ def test_an_exchange_comes_last_in_a_bucket_and_rows_lie_together() -> None:
         slots=slots,
         payload_numel=80,
     )
-    tensors = (Rows(0, 5, 4), Rows(32, 3, 4), Rows(48, 1, 3), Rows(64, 1, 1))
-    assert rows_of(whole, range(80)) == (*tensors, Rows(80, 1, 4))  # flags
+
+    def found(region: range) -> list[tuple[int, ...]]:
+        """Returns where each piece begins, how many rows it has, and how wide they are."""
+        parts = rows_of(torch.arange(len(region) + 4.0), whole, region)
+        return [(int(part[0, 0]), *part.shape) for part in parts]
+
+    flags = (80, 1, 4)
+    assert found(range(80)) == [(0, 5, 4), (32, 3, 4), (48, 1, 3), (64, 1, 1), flags]
     # A shard's region cuts rows at both ends.
-    cut = (Rows(0, 1, 2), Rows(2, 2, 4), Rows(10, 1, 3), Rows(13, 1, 4))
-    assert rows_of(whole, range(6, 19)) == cut
-    assert rows_of(whole, range(5, 7)) == (Rows(0, 1, 2), Rows(2, 1, 4))
+    assert found(range(6, 19)) == [(0, 1, 2), (2, 2, 4), (10, 1, 3), (13, 1, 4)]
+    assert found(range(5, 7)) == [(0, 1, 2), (2, 1, 4)]
 
 
 # Two holders exchange gradients: what travels, when, who waits for it, and how that ends.

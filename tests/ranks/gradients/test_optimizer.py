@@ -189,7 +189,7 @@ def test_a_rank_that_steps_nothing_may_leave_its_step_out(*, evaluates: bool) ->
             optimizer.step()
         optimizer.zero_grad()
         if evaluates:
-            job.sync.publish_if_due()
+            job.sync.publish()
             job.sync.stage_first_use(0)
             assert job.values == [-2.0 * number]
     assert job.arrived == [-4.0]
@@ -206,7 +206,7 @@ def test_a_step_behind_an_evaluation_is_refused(*, own: bool) -> None:
     else:
         optimizer = job.sync.optimizer(sgd, lr=1.0)
     job.compute()
-    job.sync.publish_if_due()
+    job.sync.publish()
     steps = not own or bool(job.sync.main_parameters())
     words = outcome(optimizer.step)
     assert ("after publish(), or after an evaluation, which publishes" in words) == steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -17,13 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from pipegrad import (
     FlatBucket,
     GradientSync,
-    Placement,
     ReductionStep,
     Topology,
     Work,
 )
 from pipegrad.comm.process_groups import Groups
-from pipegrad.gradients import param_sync, reductions
+from pipegrad.gradients import param_sync
 from pipegrad.gradients.reductions import sync_parameters
 from pipegrad.plugins.handler import Done
 from pipegrad.testing import OrderChecker
@@ -301,15 +300,13 @@ def test_hops_of_successive_buckets_overlap_there_and_back(monkeypatch: pytest.M
     optimizer.step()
     assert rows.meeting.met == [True, True], sync.plan
 
-    back, gather = Meeting(), reductions._SYNC[Placement.SHARD]
+    back = Meeting()
 
-    def gathered(
-        parameters: torch.Tensor, scattered: Sequence[int], group: dist.ProcessGroup
-    ) -> None:
+    def gathered(parameters: torch.Tensor, *where: Any, **numels: Any) -> None:
         back.begin(is_rows=len(parameters) > 100)
-        gather(parameters, scattered, group)
+        sync_parameters(parameters, *where, **numels)
 
-    monkeypatch.setitem(reductions._SYNC, Placement.SHARD, gathered)
+    monkeypatch.setattr(param_sync, "sync_parameters", gathered)
     sync.publish()
     sync.wait_parameters()
     assert back.met == [True, True], sync.plan

@@ -290,8 +290,7 @@ def test_noop_leaves_gradients_and_sends_nothing(monkeypatch: pytest.MonkeyPatch
             module.zero_grad()
             step(sync, module, emb=rank() + 1.0)
     assert grads(module) == {"emb": [rank() + 1.0] * 2, "own": None}
-    assert sync.statistics().collectives == 3
-    assert sync.statistics().reduced_bytes == sync.plan.reduced_bytes > 0
+    assert len(sync.plan.launches) == 3
     sync.close()
 
 

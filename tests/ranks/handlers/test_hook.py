@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -22,11 +23,14 @@ from pipegrad import (
 )
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import PluginError
+from pipegrad.gradients.bucket_memory import BucketMemory
 from pipegrad.gradients.reductions import StepBucket
 from pipegrad.plan.buckets import Slot
+from pipegrad.plan.plan import Launch
 from pipegrad.testing import OrderChecker
 from pipegrad_handlers.communication_hook import TorchBucket
 from pipegrad_handlers.data_parallel import DataParallel
+from tests.support.gpu.programs import BUCKET
 from tests.support.gradients.cases import give, outcome, rank, stage, step, tied
 from tests.support.gradients.hooks import (
     CAST,
@@ -65,7 +69,7 @@ def test_a_cast_is_the_sum_of_rounded_parts(num_ranks: int, hook: str) -> None:
     # Half of the bytes travel, and flags as they are.
     flags, halves = (call.args[0] for call in sent.call_args_list)
     assert (flags.dtype, flags.nbytes, halves.dtype) == (torch.float32, 4, CAST[hook])
-    assert sync.statistics().reduced_bytes == 2 * halves.nbytes + flags.nbytes
+    assert sync.plan.reduced_bytes == 2 * halves.nbytes + flags.nbytes
     true = torch.zeros_like(halves)  # of the same size: so gloo adds in the same order
     true[:40] = gradient(rank()).to(CAST[hook]).div_(num_ranks)
     dist.all_reduce(true)
@@ -218,9 +222,11 @@ def test_only_means_that_live_everywhere_have_hooks(op: Any, placement: Placemen
 
 
 def test_torch_sees_gradients_as_they_lie_in_memory() -> None:
-    buffer = torch.arange(20.0)
-    slots = [Slot("t", 0, (2, 3), (1, 2)), Slot("s", 8, (), ()), Slot("none", 9, (0, 2), (2, 1))]
-    bucket = StepBucket(buffer, 3, index=7, slots=slots, scattered=(17,))
+    slots = Slot("t", 0, (2, 3), (1, 2)), Slot("s", 8, (), ()), Slot("none", 9, (0, 2), (2, 1))
+    route = (ReductionStep("dp", (0, 1), "mean", Placement.REPLICATE, "data-parallel"),)
+    planned = replace(BUCKET, index=7, slots=slots, payload_numel=17, route=route)
+    bucket = StepBucket(BucketMemory(planned, torch.device("cpu")), Launch(7, 0, 0, 0))
+    buffer = bucket.buffer.copy_(torch.arange(20.0))
     seen = TorchBucket(bucket)
     assert (seen.index(), seen.is_last()) == (7, True)
     assert bucket.flags.tolist() == [17.0, 18.0, 19.0]

@@ -155,8 +155,8 @@ def test_collectives_leave_as_the_plan_says(schedule: str, kind: str) -> None:
 
     def submitted(comm_stream: int, submit: Callable[..., Any], task: Any, after: Any) -> Any:
         if getattr(task, "func", None) == reducer._reduce:
-            (launch,) = task.args
-            left[comm_stream].append(names[launch.bucket].name_of(launch.step))
+            (flat,) = task.args
+            left[comm_stream].append(names[flat.index].name_of(flat.launch.step))
         return submit(task, after)
 
     def final(stage: int) -> None:

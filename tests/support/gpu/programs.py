@@ -16,7 +16,7 @@ import torch
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import CommStream
-from pipegrad.gradients.bucket_memory import WRITTEN, BucketMemory, FlatBuffer
+from pipegrad.gradients.bucket_memory import RELEASED, WRITTEN, BucketMemory, FlatBuffer
 from pipegrad.gradients.param_sync import UPDATED
 from pipegrad.plan.buckets import Bucket, Slot
 from pipegrad.testing import OrderChecker
@@ -124,7 +124,7 @@ def two_steps(where: Where, slow: Slow, *, threaded: bool = False) -> list[Resul
         tickets[-1].wait(10)
         _pause(where, slow, "reader")
         result.copy_(flat)
-        memory.release()
+        memory.release(RELEASED)
     for ticket in tickets:
         ticket.done.result(10)  # a comm stream's thread, also where nobody waited for it
     comm_stream.close()

@@ -11,7 +11,7 @@ import torch
 from pipegrad.comm.sync_points import Done
 from pipegrad.errors import ReduceError
 from pipegrad.gradients import tie_exchange
-from pipegrad.gradients.tie_exchange import PairSum, Rows
+from pipegrad.gradients.tie_exchange import PairSum
 
 
 def sending(*numbers: int) -> Any:
@@ -28,7 +28,8 @@ def sending(*numbers: int) -> Any:
 def test_more_rows_than_a_buffer_has_are_refused_before_memory_is_made(
     monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]
 ) -> None:
-    pair = PairSum([Rows(0, 4, 2), Rows(8, 1, 1)], back=mock.Mock())
+    buffer = torch.zeros(9)
+    pair = PairSum([buffer[:8].view(4, 2), buffer[8:].view(1, 1)], back=mock.Mock())
     monkeypatch.setattr(tie_exchange, "receive", sending(*counts))
     with pytest.raises(ReduceError, match="more than there are"):
-        pair._add_rows(torch.zeros(9))
+        pair._add_rows(buffer)

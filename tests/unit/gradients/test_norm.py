@@ -26,13 +26,6 @@ def test_any_element_counts(dtype: torch.dtype) -> None:
     }
     assert non_finite_keys(gradients) == ["infinite", "no number"]
     assert non_finite_keys({}) == []
-    # Sparse ones are looked into.
-    rows, values = torch.tensor([[1, 1]]), torch.tensor([[INF, 1.0], [2.0, 3.0]])
-    sparse = {
-        "spoiled": torch.sparse_coo_tensor(rows, values, (3, 2), check_invariants=True),
-        "fine": torch.sparse_coo_tensor(rows, torch.ones(2, 2), (3, 2), check_invariants=True),
-    }
-    assert non_finite_keys(sparse) == ["spoiled"]
 
 
 def test_the_sentence_has_the_first_and_how_many_others() -> None:
@@ -68,10 +61,7 @@ class OnDevice(torch.Tensor):
 
 def test_gradients_of_any_kind_are_divided_by_a_number_on_the_device() -> None:
     half = torch.tensor([2.0**15, 3.0], dtype=torch.float16)
-    scalar, matrix = torch.tensor(2.0**18), torch.full((2, 2), 2.0**17)
-    sparse = torch.tensor([2.0**17, 0.0, 2.0**18]).to_sparse()
-    divide_([half, scalar, matrix, sparse], torch.tensor(2.0**17).as_subclass(OnDevice))
+    full, none = torch.full((4,), 2.0**17), torch.zeros(0)
+    divide_([half, full, none], torch.tensor(2.0**17).as_subclass(OnDevice))
     assert half.tolist() == [0.25, float(torch.tensor(3 / 2**17, dtype=torch.float16))]
-    assert scalar.item() == 2.0
-    assert matrix.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    assert sparse.to_dense().tolist() == [1.0, 0.0, 2.0]
+    assert full.tolist() == [1.0] * 4

@@ -206,7 +206,7 @@ def test_records_of_every_rank() -> None:
     ]
     assert manifest.records(grid(3))[0].shared
     assert not manifest.records(grid(3))[1].shared
-    assert manifest.locations("0.emb") == ((0, "emb"), (2, "head"))
+    assert manifest.locations["0.emb"] == ((0, "emb"), (2, "head"))
     assert manifest.entries("0.emb") == (entry("emb", 4, 2), entry("head", 4, 2))
 
 

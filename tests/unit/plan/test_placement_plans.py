@@ -460,8 +460,7 @@ def test_every_trained_routed_parameter_has_one_slot_that_fits(case: Case) -> No
         routes = dict(plan.routes)
         trained = [key for key, r in records.items() if r.requires_grad and key in routes]
         assert sorted(key for keys in contents(plan) for key in keys) == sorted(trained)
-        packed = [key for _, keys in plan.packs for key in keys]
-        assert sorted(packed) == sorted(routes)
+        assert list(routes) == sorted(routes)
         for bucket in plan.buckets:
             end = 0
             for slot in bucket.slots:
@@ -523,17 +522,14 @@ def test_all_ranks_share_layout_groups_and_digest(case: Case) -> None:
                 assert step in same
         for launch in plan.launches:
             launching.add((buckets[launch.bucket].route[launch.step].ranks, launch.comm_stream))
-        for route, keys in plan.packs:
+        for _, route in plan.routes:
             for step in route:
                 launching.add((step.ranks, 0))
-                # All its ranks make the same parameters equal at once, in the same order.
-                common = [pack for pack in plan.packs if step in pack[0]]
+                # All its ranks make the same parameters equal, in the same order.
+                common = [key for key, route in plan.routes if step in route]
                 for member in step.ranks:
-                    theirs = [pack for pack in found[member].packs if step in pack[0]]
-                    assert [pack[1] for pack in theirs] == [pack[1] for pack in common]
-            records = {r.key: r for r in case.manifest.records(case.topology.at(rank))}
-            assert len({records[key].dtype for key in keys}) == 1
-            assert all(dict(plan.routes)[key] == route for key in keys)
+                    theirs = [key for key, route in found[member].routes if step in route]
+                    assert theirs == common
     assert all(len(layout) == 1 for layout in layouts.values())
     assert sorted(layouts) == list(range(len(layouts)))
     groups = next(iter(found.values())).groups
