@@ -291,9 +291,9 @@ WRONG = {
     "never received": ("1RECV_F0,", "", "rank 0, cell 2: 0SEND_F0: rank 1 never receives this"),
     "received twice": (
         *("1RECV_F0", "1RECV_F0,1RECV_F0"),
-        "rank 1, cell 2: 1RECV_F0: received twice",
+        "rank 1, cell 2: 1RECV_F0: it comes twice",
     ),
-    "sent twice": ("0SEND_F0", "0SEND_F0,0SEND_F0", "rank 0, cell 3: 0SEND_F0: sent twice"),
+    "sent twice": ("0SEND_F0", "0SEND_F0,0SEND_F0", "rank 0, cell 3: 0SEND_F0: it comes twice"),
     "received late": (
         *("1RECV_F0,1F0", "1F0,1RECV_F0"),
         "rank 1, cell 1: 1F0: waits for a receive that is not posted",
