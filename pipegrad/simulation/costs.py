@@ -196,13 +196,6 @@ class Network(_Numbers):
             links[source, target] = LinkCosts(source, target, self.latency_seconds)
         return links[source, target]
 
-    def round_trip_seconds(self, num_ranks: int) -> float:
-        """Returns the time of two empty messages between those ranks for whom it is longest."""
-        latencies = [link.latency_seconds for link in self.links]
-        if len(self.links) < num_ranks * (num_ranks - 1):  # some pairs are like the rest
-            latencies.append(self.latency_seconds)
-        return 2 * max(latencies, default=0.0)
-
     def host(self, rank: int) -> int:
         """Returns the number of a rank's host."""
         return self.hosts[rank] if self.hosts else rank
