@@ -474,12 +474,10 @@ class Recorder(Protocol):
     def begin_step(self, number: int, program: object) -> None:
         """Records the start of a training step, and the Program that it runs."""
 
-    def items(self) -> tuple[Sequence[bool], Callable[[object], object]]:
-        """Returns the times that the step must record, and the function that records them.
+    def item_times(self) -> Callable[[object], object]:
+        """Returns the function that records a time of the step.
 
-        Returns:
-            A flag for each item, True if the time of its end is wanted; and a function that
-            records a time. Its first call gets the time of the start.
+        It is called with the time of the start, and then with the time of the end of each item.
         """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+_Part = tuple[int, str, int]  # of a cell: a stage, an action as in 2F0, and a microbatch
 CLIPS_WITH_NORM = (
     "_clip_grads_with_norm_"  # what clip_grad_norm_ calls, in torch.nn.utils.clip_grad
 )
@@ -184,3 +185,30 @@ def forget_backwards(parts: Iterable[FSDPModule]) -> None:
 def activate_gpu_trace() -> None:
     """Makes torch call the callbacks of `gpu_trace`. It cannot be undone."""
     torch._C._activate_gpu_trace()
+
+
+def with_transfers(
+    order: Sequence[Sequence[Sequence[_Part]]], rank_of: Sequence[int]
+) -> list[list[_Part]] | None:
+    """Returns the actions of each rank with transfers where torch's runtime puts them.
+
+    Args:
+        order: For each rank its cells, each of one or more actions.
+        rank_of: Rank of each stage.
+
+    Returns:
+        The actions of each rank; None if inputs of some never come.
+    """
+    from torch.distributed.pipelining.schedules import _Action, _add_send_recv
+
+    made: dict[int, list[Any]] = {
+        rank: [_Action(-1, "", None, tuple(_Action(*part) for part in cell)) for cell in cells]  # type: ignore[arg-type]
+        for rank, cells in enumerate(order)
+    }
+    try:
+        placed = _add_send_recv(made, rank_of.__getitem__, len(rank_of))
+    except AssertionError:
+        return None
+    parts = [[p for each in placed[r] for p in each.sub_actions or [each]] for r in sorted(placed)]
+    # Types of actions are strings of a class of their own.
+    return [[(p[0], str.__str__(p[1]), p[2]) for p in of_rank] for of_rank in parts]  # type: ignore[misc]

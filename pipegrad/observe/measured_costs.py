@@ -133,14 +133,14 @@ def measure_costs(
     result = agree("links", around, ranks=ranks, timeout_seconds=patience)
     network, host = next(each for each in result if each is not None)
     codecs = agree("codecs", partial(measured_codecs, scheduler, profile.specs), ranks=ranks)
-    round_trip = network.round_trip_seconds(len(pipeline)) if len(ranks) > 1 else 0.0
+    slowest = max((link.latency_seconds for link in network.links), default=0.0)
     return Costs(
         tuple(stages),
         network,
         reductions_of(scheduler.sync),
         host,
         codecs[0],
-        meeting_seconds=round_trip,
+        meeting_seconds=2 * slowest,
     )
 
 

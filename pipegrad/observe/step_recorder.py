@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -96,7 +96,6 @@ _KINDS: dict[Op, SpanKind] = {
     Op.RELEASE: "wait for send",
     Op.FIRST_USE: "wait for parameters",
 }
-_RECORDED = (Op.COMPUTE, *_KINDS)
 
 
 @dataclass
@@ -105,48 +104,19 @@ class _Step:
 
     Attributes:
         number: Count of the Scheduler's steps of all kinds, equal on all ranks.
-        timed: Its Program, and the timed items.
+        program: Its Program.
         began: Stamp of its start.
-        stamps: Stamps of its items' start, and of the ends of timed items; fewer if it failed.
+        stamps: Stamps of its items' start, and of the end of each; fewer if it failed.
         notes: Kind, key, start and end of each note.
     """
 
     number: int
-    timed: _Timed
+    program: Program
     began: Any
     stamps: list[Any] = field(default_factory=list)
     notes: deque[tuple[SpanKind, Key, Any, Any]] = field(
         default_factory=lambda: deque(maxlen=_MOST_NOTES)
     )
-
-
-class _Timed(NamedTuple):
-    """The timed items of a Program on a rank.
-
-    Attributes:
-        program: The Program.
-        flags: For each item, True if the time of its end is taken.
-        items: The recorded items, each with the index of its end's stamp; the stamp of its start is
-            right before it.
-    """
-
-    program: Program
-    flags: list[bool]
-    items: list[tuple[Item, int]]
-
-    @classmethod
-    def of(cls, program: Program, rank: int) -> _Timed:
-        """Returns the timed items of a rank: times are taken around recorded items."""
-        items = list(program.decoded(rank))
-        is_recorded = [item.op in _RECORDED for item in items]
-        flags = [a or b for a, b in zip(is_recorded, [*is_recorded[1:], False], strict=True)]
-        ends = accumulate(map(int, flags))
-        recorded = [
-            (item, end_at)
-            for item, end_at, is_kept in zip(items, ends, is_recorded, strict=True)
-            if is_kept
-        ]
-        return cls(program, flags, recorded)
 
 
 class Recorded(NamedTuple):
@@ -170,8 +140,7 @@ class Recorded(NamedTuple):
 class StepRecorder:
     """Records the training steps of one rank; the `Recorder` of a `Tape`.
 
-    A step costs a stamp at each start or end of a compute, a wait or a send, and a few more.
-    Nothing waits for a device.
+    A step costs a stamp at the end of each item, and a few more. Nothing waits for a device.
 
     Args:
         rank: The pipeline rank.
@@ -195,7 +164,6 @@ class StepRecorder:
         self._names = names
         self._collectives = collectives
         self._steps: deque[_Step] = deque(maxlen=steps)
-        self._timed: dict[int, _Timed] = {}  # by the id of a Program, which it holds
         self._ended: Any = None
         self._stepping = list[Any]()  # starts of optimizer steps that have not ended
         self._hooks = [
@@ -220,13 +188,10 @@ class StepRecorder:
             self._stamps.recycle(oldest.stamps)
             self._stamps.recycle(stamp for _, _, *both in list(oldest.notes) for stamp in both)
         self._stepping.clear()
-        if id(program) not in self._timed:
-            self._timed[id(program)] = _Timed.of(program, self._rank)
-        self._steps.append(_Step(number, self._timed[id(program)], self._stamps.now()))
+        self._steps.append(_Step(number, program, self._stamps.now()))
 
-    def items(self) -> tuple[Sequence[bool], Callable[[object], object]]:
-        step = self._steps[-1]
-        return step.timed.flags, step.stamps.append
+    def item_times(self) -> Callable[[object], object]:
+        return self._steps[-1].stamps.append
 
     # Optimizers.
 
@@ -244,7 +209,7 @@ class StepRecorder:
     @property
     def program(self) -> Program | None:
         """The Program of the last step that was recorded."""
-        return self._steps[-1].timed.program if self._steps else None
+        return self._steps[-1].program if self._steps else None
 
     def stop(self) -> None:
         """Ends the last step, and takes no further notes of optimizers."""
@@ -287,13 +252,13 @@ class StepRecorder:
 
     def _read_items(self, step: _Step) -> Iterator[Span]:
         """Yields the items that a step has reached."""
-        seconds = self._stamps.seconds(step.stamps)
-        for item, end_at in step.timed.items:
-            if end_at < len(seconds):
-                yield self._span(step, item, seconds[end_at - 1], seconds[end_at])
+        ends = pairwise(self._stamps.seconds(step.stamps))
+        for item, (begin, end) in zip(step.program.decoded(self._rank), ends, strict=False):
+            if item.op is Op.COMPUTE or item.op in _KINDS:
+                yield self._span(step, item, begin, end)
 
     def _span(self, step: _Step, item: Item, begin: float, end: float) -> Span:
-        program, rank, number = step.timed.program, self._rank, step.number
+        program, rank, number = step.program, self._rank, step.number
         if item.op is Op.COMPUTE:
             stage, kind, microbatch = program.action(item)
             return Span(rank, kind, begin, end, number, stage, microbatch)

@@ -1,12 +1,11 @@
-"""Steps: parts of cells, the transfers between them, and the Program that they make."""
+"""Steps: parts of cells, and the Program that they make."""
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain as joined
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from pipegrad.schedules.program.lower import chain
@@ -59,87 +58,32 @@ class Defect(NamedTuple):
     text: str
 
 
-# Transfers at the places where torch's runtime puts them.
-
-
-def placed(
-    steps: Sequence[Sequence[Step]], rank_of: Sequence[int]
-) -> tuple[list[list[Step]], bool]:
-    """Returns the steps of computes with transfers; and False if some inputs never come.
-
-    Ranks take turns, a cell each. A value is sent right after the cell that computes it. At the
-    same moment its receive starts, after the cells that the other rank has done by then. If ranks
-    wait for each other, all remaining receives start there.
-
-    Source: ``_add_send_recv`` in torch/distributed/pipelining/schedules.py.
-    """
-    left = [deque(list(g) for _, g in groupby(of_rank, lambda s: s.cell)) for of_rank in steps]
-    result: list[list[Step]] = [[] for _ in steps]
-    there = set[_Value]()
-    is_possible = True
-    while any(left):
-        num_left = sum(map(len, left))
-        for rank, groups in enumerate(left):
-            if groups and not (is_possible and _inputs(groups[0], len(rank_of)) - there):
-                group = groups.popleft()
-                result[rank] += group
-                there.update(_outputs(group))
-                for send, receive in _transfers(group, rank_of):
-                    result[rank].append(send)
-                    if is_possible:
-                        result[rank_of[receive.stage]].append(receive)
-        if is_possible and num_left == sum(map(len, left)):
-            is_possible = False
-            for group in joined(*left):
-                for _, receive in _transfers(group, rank_of):
-                    result[rank_of[receive.stage]].append(receive)
-    return result, is_possible
-
-
-_Value = tuple[str, int, int]  # "F" or, for a gradient, "B"; the stage that made it; microbatch
-
-
-def _inputs(group: Iterable[Step], num_stages: int) -> set[_Value]:
-    """Returns the values that other stages must have computed before a cell."""
-    values = set[_Value]()
-    for _, done, stage, microbatch in group:
-        if done == "F" and stage > 0:
-            values.add(("F", stage - 1, microbatch))
-        if done in ("B", "I") and stage < num_stages - 1:
-            values.add(("B", stage + 1, microbatch))
-    return values
-
-
-def _outputs(group: Iterable[Step]) -> Iterator[_Value]:
-    for _, done, stage, microbatch in group:
-        if done in ("F", "B", "I"):
-            yield "F" if done == "F" else "B", stage, microbatch
-
-
-def _transfers(group: Iterable[Step], rank_of: Sequence[int]) -> Iterator[tuple[Step, Step]]:
-    """Yields the sends of a cell's outputs to other ranks, and their receives."""
-    for kind, stage, microbatch in _outputs(group):
-        other = stage + 1 if kind == "F" else stage - 1
-        if 0 <= other < len(rank_of) and rank_of[other] != rank_of[stage]:
-            send = Step(END, f"SEND_{kind}", stage, microbatch)
-            yield send, Step(END, f"RECV_{kind}", other, microbatch)
-
-
 # A Program of steps.
 
 
 class Building:
     """Turns steps into a Program, and collects steps without a meaning.
 
+    Args:
+        schedule: The schedule of the computes.
+        steps: The steps of each rank.
+        adds_transfers: True if the steps have no transfers. Then a send starts right after the
+            compute that makes it, and all receives start first, in the order of their sends.
+
     Attributes:
         schedule: The schedule of the computes.
         cell_of: For each rank and item, its cell.
+        adds_transfers: See above.
+        received: For each rank the transfers that it receives, if they were added.
         defects: Steps that the Program does not have, with the reason.
         program: The Program.
     """
 
-    def __init__(self, schedule: Schedule, steps: Sequence[Sequence[Step]]) -> None:
+    def __init__(
+        self, schedule: Schedule, steps: Sequence[Sequence[Step]], *, adds_transfers: bool = False
+    ) -> None:
         self.schedule, rank_of = schedule, schedule.stage_to_rank
+        self.adds_transfers = adds_transfers
         self.defects: list[Defect] = []
         done = {(step.done, step.stage) for of_rank in steps for step in of_rank}
         kinds = {kind for kind, _ in done}
@@ -152,6 +96,11 @@ class Building:
             for channel in (Channel(link, "F", source, target), Channel(link, "B", target, source))
         ]
         self.channel_of: dict[tuple[int, str], int] = {c[:2]: n for n, c in enumerate(channels)}
+        self.received = [list[int]() for _ in steps]
+        for step in joined(*steps) if adds_transfers else ():
+            if (made := self.made(step)) >= 0:
+                transfer = made << MICROBATCH_BITS | step.microbatch
+                self.received[channels[made].target].append(transfer)
         of_ranks = [_RankItems(self, rank, of_rank) for rank, of_rank in enumerate(steps)]
         self.cell_of = tuple(of_rank.cells for of_rank in of_ranks)
         for stage, rank in enumerate(rank_of):
@@ -165,6 +114,12 @@ class Building:
             tuple(of_rank.items for of_rank in of_ranks),
             forward_only=kinds.intersection(KINDS_OF) == {"F"},
         )
+
+    def made(self, step: Step) -> int:
+        """Returns the channel by which a compute's result goes to another rank; -1 if none does."""
+        _, done, stage, _ = step
+        link = {"F": (stage, "F"), "B": (stage - 1, "B"), "I": (stage - 1, "B")}.get(done)
+        return self.channel_of.get(link, -1) if link else -1
 
     def channel(self, step: Step) -> int | str:
         """Returns the channel of a transfer, or the reason why there is none."""
@@ -204,6 +159,8 @@ class _RankItems:
             "REDUCE_GRAD": self._reduce,
             "WAIT_REDUCE_GRAD": self._end_reduction,
         }
+        for transfer in building.received[rank]:
+            self._add(END, transfer << OP_BITS | Op.POST_RECEIVE)
         for number, step in enumerate(steps):
             # UNSHARD and RESHARD send nothing between stages, and torch raises if one is missing.
             if step.done in do:
@@ -247,8 +204,9 @@ class _RankItems:
 
     def _compute(self, number: int, step: Step) -> None:
         cell, done, stage, microbatch = step
+        building = self._building
         needed = {"F": (stage - 1, "F"), "B": (stage, "B"), "I": (stage, "B")}.get(done)
-        channel = self._building.channel_of.get(needed, -1) if needed else -1
+        channel = building.channel_of.get(needed, -1) if needed else -1
         transfer = channel << MICROBATCH_BITS | microbatch
         if channel >= 0 and transfer not in self._waited:
             self._waited.add(transfer)
@@ -259,9 +217,11 @@ class _RankItems:
             self._add(cell, encode(Op.LAST_BACKWARD, stage))
         index = action_index(Action(stage, KINDS_OF[done], microbatch))
         self._add(cell, encode(Op.COMPUTE, index, microbatch))
+        if building.adds_transfers and building.made(step) >= 0:
+            self._transfer(number, step._replace(done="SEND_F" if done == "F" else "SEND_B"))
         if self._last_inputs.get(stage) == number < self._last.get(stage, -1):
             self._add(cell, encode(Op.INPUTS_FINAL, stage))
-        if is_last and stage not in self._building.reduced:
+        if is_last and stage not in building.reduced:
             self._add(cell, encode(Op.FINAL, stage))
 
     def _reduce(self, _number: int, step: Step) -> None:

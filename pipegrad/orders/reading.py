@@ -24,18 +24,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain as joined
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeGuard
 
 from pipegrad import run_files
 from pipegrad.errors import ScheduleError, reason
 from pipegrad.limits import MOST_ORDERS_BYTES, check_size
-from pipegrad.orders.building import KINDS_OF, Building, Defect, Step, placed
+from pipegrad.orders.building import KINDS_OF, Building, Defect, Step
 from pipegrad.printable import shortened
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Action, Schedule
 from pipegrad.schedules.torch_csv import TRANSFERS, check_numbers, parts
+
+_CELL_OF = attrgetter("cell")
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,9 @@ class Orders:
         program: The orders as a Program.
         cell_of: For each rank and item of the program, its cell.
         defects: Cells without a meaning in a pipeline. The program does not have them.
-        transfers: "own" if the source has transfers. "placed" if it has only computes, and
-            transfers were added at the places where torch's runtime puts them. "impossible" if
-            inputs never come.
+        transfers: "own" if the source has transfers. "placed" if it has only computes, and torch
+            has added transfers where its runtime puts them. "impossible" if inputs never come; then
+            receives are first, and each send is right after its compute.
         is_own: True for a schedule of pipegrad.
     """
 
@@ -181,11 +185,20 @@ def _of_cells(name: str, rows: list[list[str]], places: list[str]) -> Orders:
     transfers: Literal["own", "placed", "impossible"] = "own"
     cells = tuple(map(tuple, rows))
     if len(rows) > 1 and not any(step.done in TRANSFERS for step in joined(*steps)):
-        steps, is_possible = placed(steps, schedule.stage_to_rank)
-        transfers = "placed" if is_possible else "impossible"
-        cells = tuple(tuple(map(str, of_rank)) for of_rank in steps)
-        steps = [[s._replace(cell=n) for n, s in enumerate(of_rank)] for of_rank in steps]
-    building = Building(schedule, steps)
+        from pipegrad.interop.private import with_transfers  # other orders need no torch
+
+        order = [
+            [[(s.stage, s.done, s.microbatch) for s in cell] for _, cell in groupby(own, _CELL_OF)]
+            for own in steps
+        ]
+        made = with_transfers(order, schedule.stage_to_rank)
+        transfers = "impossible" if made is None else "placed"
+        if made is not None:
+            steps = [
+                [Step(n, done, stage, m) for n, (stage, done, m) in enumerate(own)] for own in made
+            ]
+            cells = tuple(tuple(map(str, own)) for own in steps)
+    building = Building(schedule, steps, adds_transfers=transfers == "impossible")
     defects = tuple(building.defects)
     return Orders(name, cells, building.program, building.cell_of, defects, transfers)
 

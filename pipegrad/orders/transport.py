@@ -20,7 +20,7 @@ from pipegrad.schedules.program.run import ItemError, RankRun, Run
 
 _COMPUTE = int(Op.COMPUTE)
 # Items that start an end of a transfer, and items that wait for one; 1 if this end sends.
-STARTS = {int(Op.POST_RECEIVE): 0, int(Op.SEND): 1}
+_STARTS = {int(Op.POST_RECEIVE): 0, int(Op.SEND): 1}
 _WAITS = {int(Op.WAIT_RECEIVE): 0, int(Op.RELEASE): 1}
 
 
@@ -100,6 +100,7 @@ class TransportRun(Run):
 
     Attributes:
         wrong: Rank -> its first wrong item.
+        edges: Source and target -> the receives, and the sends, in the order in which they start.
     """
 
     def __init__(self, program: Program, transport: Transport) -> None:
@@ -109,14 +110,18 @@ class TransportRun(Run):
         ends = [list(self._queued(rank, transport)) for rank in range(len(program.items))]
         self._to_start = [iter(of_rank) for of_rank in ends]
         self._waited = [{(e.transfer, e.is_send): e for e in of_rank} for of_rank in ends]
-        of_edge = defaultdict[tuple[int, int], tuple[list[_End], list[_End]]](lambda: ([], []))
+        self.edges = defaultdict[tuple[int, int], tuple[list[_End], list[_End]]](lambda: ([], []))
         for end in chain.from_iterable(ends):
             channel = program.channels[end.transfer >> MICROBATCH_BITS]
-            of_edge[channel.source, channel.target][end.is_send].append(end)
-        for receives, sends in of_edge.values():
+            if end.rank == (channel.source if end.is_send else channel.target):
+                self.edges[channel.source, channel.target][end.is_send].append(end)
+        for receives, sends in self.edges.values():
             for receive, send in zip(receives, sends, strict=False):
                 receive.other, send.other = send, receive
-        self.go()
+
+    def go(self) -> None:
+        """Runs the Program; its schedule is complete."""
+        super().go()
         for own in self.ranks:
             if own.rank not in self.stuck:
                 self._check(own, own.check_end)
@@ -129,7 +134,7 @@ class TransportRun(Run):
             op = code & OP_MASK
             if op == _COMPUTE or op in _WAITS:
                 open_batches.clear()
-            if op not in STARTS:
+            if op not in _STARTS:
                 continue
             transfer = code >> OP_BITS
             _, _, *edge = self.program.channels[transfer >> MICROBATCH_BITS]
@@ -142,7 +147,7 @@ class TransportRun(Run):
                 part.queue.append(part)
                 if transport.batched:
                     open_batches[communicator] = part
-            part.ends.append(_End(rank, position, transfer, STARTS[op], part))
+            part.ends.append(_End(rank, position, transfer, _STARTS[op], part))
             part.left += 1
             yield part.ends[-1]
 

@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 from pipegrad.errors import ScheduleError
 from pipegrad.orders.building import END, Defect
 from pipegrad.orders.reading import Orders, read_orders
-from pipegrad.orders.transport import STARTS, Transport, TransportRun, Wait
+from pipegrad.orders.transport import Transport, TransportRun, Wait
 from pipegrad.schedules.program.program import (
     MICROBATCH_BITS,
     MICROBATCH_MASK,
@@ -243,15 +244,15 @@ def verify(
     # If inputs never come, ranks wait for each other with any transport.
     real = Transport("eager", "edge") if orders.transfers == "impossible" else transport
     program = orders.program
-    defects = list(orders.defects)
-    defects += _wrong_transfers(orders)
+    run = TransportRun(program, real)
+    defects = [*orders.defects, *_wrong_transfers(orders, run)]
     try:
         program.schedule.check_complete(forward_only=program.forward_only)
     except ScheduleError as error:
         text = str(error).split("\n")[0].removeprefix(f"schedule {program.schedule.name!r} ")
         defects.insert(0, Defect(-1, END, text.removeprefix("is not complete: ")))
         return Verdict(orders, transport, tuple(defects), (), {}, None)
-    run = TransportRun(program, real)
+    run.go()
     known = {(defect.rank, defect.cell) for defect in defects}
     defects += [d for d in _wrong_items(orders, run) if d[:2] not in known]
     circle = run.circle()
@@ -260,30 +261,16 @@ def verify(
     return Verdict(orders, transport, tuple(defects), circle, stuck, needs)
 
 
-def _wrong_transfers(orders: Orders) -> Iterator[Defect]:
+def _wrong_transfers(orders: Orders, run: TransportRun) -> Iterator[Defect]:
     """Yields transfers that break the order of an edge, first in, first out.
 
     The receiver takes the next message of the edge, because a message carries no name. Therefore
     both ends must list the same transfers in the same order.
     """
-    program = orders.program
-    # For each edge, its receives and its sends: transfer -> position.
-    edges = defaultdict[tuple[int, int], tuple[dict[int, int], ...]](lambda: ({}, {}))
-    for rank, items in enumerate(program.items):
-        for position, code in enumerate(items):
-            is_send = STARTS.get(code & OP_MASK)
-            if is_send is None:
-                continue
-            channel = program.channels[code >> OP_BITS + MICROBATCH_BITS]
-            listed = edges[channel.source, channel.target][is_send]
-            if rank != (channel.source if is_send else channel.target):
-                yield _defect(orders, rank, position, f"a transfer of another rank: {channel}")
-            elif code >> OP_BITS in listed:
-                yield _defect(orders, rank, position, f"{'sent' if is_send else 'received'} twice")
-            else:
-                listed[code >> OP_BITS] = position
-    for edge, ends in sorted(edges.items()):
-        yield from _unmatched(orders, *edge, *ends)
+    for (source, target), (receives, sends) in sorted(run.edges.items(), key=itemgetter(0)):
+        received = {end.transfer: end.position for end in receives}
+        sent = {end.transfer: end.position for end in sends}
+        yield from _unmatched(orders, source, target, received, sent)
 
 
 def _unmatched(

@@ -141,9 +141,6 @@ PALETTE: dict[SpanKind, Paint] = {
 }
 
 
-_EQUAL = 5e-4  # a difference that rounds to 0.0 %
-
-
 def title_of(timeline: Timeline) -> str:
     """Returns the name and the source of a timeline."""
     name = printable(timeline.name)
@@ -158,16 +155,13 @@ def titles(timelines: Sequence[Timeline]) -> list[str]:
 
 
 def sentences(timelines: Sequence[Timeline]) -> list[list[str]]:
-    """Returns the sentences about all steps together, then the sentences about each step.
-
-    If the numbers of steps differ, only steps of both timelines are compared.
-    """
+    """Returns the sentences about all steps together, then the sentences about each step."""
     num_steps = max(len(timeline.step_ends) for timeline in timelines)
     return [_about(timelines, step) for step in (None, *range(num_steps))]
 
 
 def _about(timelines: Sequence[Timeline], step: int | None) -> list[str]:
-    parts, shown = list[str](), list[tuple[Timeline, str, float]]()
+    parts = list[str]()
     for timeline, title in zip(timelines, titles(timelines), strict=True):
         count, time_unit = len(timeline.step_ends), timeline.time_unit
         if step is not None and step >= count:
@@ -175,31 +169,12 @@ def _about(timelines: Sequence[Timeline], step: int | None) -> list[str]:
         begin, end = 0.0, timeline.seconds or max(span.end for span in timeline.spans)
         if step is not None:
             begin, end = timeline.step(step)
-        # For all steps, use the mean, because two runs may have different numbers of steps.
-        seconds = (end - begin) / (max(count, 1) if step is None else 1)
-        shown.append((timeline, title, seconds))
         is_several = step is None and count > 1
-        each = f" for {count} steps ({in_time(seconds, time_unit)} each)" if is_several else ""
+        mean = in_time((end - begin) / max(count, 1), time_unit)
+        each = f" for {count} steps ({mean} each)" if is_several else ""
         computes = (span for span in timeline.spans if span.kind in COMPUTE)
         computed = sum(max(min(s.end, end) - max(s.begin, begin), 0.0) for s in computes)
         share = computed / ((end - begin) * timeline.num_ranks) if end > begin else 0.0
         length = in_time(end - begin, time_unit)
         parts.append(f"{title}: {length}{each}; ranks compute in {in_percent(share)} of the time.")
-    return [*parts, _difference(*shown)] if len(shown) > 1 else parts
-
-
-def _difference(first: tuple[Timeline, str, float], second: tuple[Timeline, str, float]) -> str:
-    """Returns a sentence that compares the step times of two timelines."""
-    sources = first[0].source, second[0].source
-    if sources == ("predicted", "measured"):
-        first, second = second, first
-    (timeline, base_title, base), (_, title, seconds) = first, second
-    subject, base_name = f"A step of {title}", f"one of {base_title}"
-    if sources[0] != sources[1]:
-        subject, base_name = "The predicted step", "measured"
-    gap = seconds - base
-    if not base or abs(gap) < _EQUAL * base:
-        return f"{subject} is as long as {base_name}."
-    than = "longer" if gap > 0 else "shorter"
-    change = f"{in_time(abs(gap), timeline.time_unit)} ({in_percent(abs(gap) / base)})"
-    return f"{subject} is {change} {than} than {base_name}."
+    return parts

@@ -186,10 +186,10 @@ class StepKind:
                 for item, (method, arguments) in zip(self.place.items(), calls, strict=True)
             ]
         if recorder is not None:
-            due, keep = recorder.items()
+            keep = recorder.item_times()
             calls = [
-                (partial(_recorded, method, keep, recorder.now) if is_due else method, arguments)
-                for is_due, (method, arguments) in zip(due, calls, strict=True)
+                (partial(_recorded, method, keep, recorder.now), arguments)
+                for method, arguments in calls
             ]
             keep(recorder.now())
         return calls

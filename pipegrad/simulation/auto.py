@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -13,7 +12,7 @@ from pipegrad.errors import ScheduleError
 from pipegrad.schedules.builtin.one_f_one_b import OneForwardOneBackward
 from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.schedule import Schedule
-from pipegrad.simulation.choose import Choice, Spec, check_limit, choose
+from pipegrad.simulation.choose import Choice, check_limit, choose
 from pipegrad.simulation.costs import Costs, LinkCosts, Network, StageCosts
 
 # Bytes of a value whose size is not known, over a link that takes the measured time for them. Only
@@ -25,16 +24,14 @@ class Auto(MeasuredGenerator):
     """Simulates all schedules with the costs of a job, and takes the best; see `choose`.
 
     Without `costs` it begins as 1f1b, and a `Scheduler` measures computes and hops in its second
-    step. From the third step on it is the best of the schedules that have one stage on each rank
-    and do not split backwards; the others would move stages, or need further measurements. Each
-    rank chooses without a message, because all have the same numbers and choosing is pure.
+    step. From the third step on it is the best of the schedules that have one stage on each rank,
+    do not split backwards, and hold at most 2 P - 1 microbatches, as eager-1f1b does; the others
+    would move stages, or need further measurements. Each rank chooses without a message, because
+    all have the same numbers and choosing is pure.
 
     Args:
         costs: A file of `Costs`, its content, or the costs themselves.
         memory_limit_bytes: The most that a rank may hold; needs `costs`.
-        max_live_activations: The most microbatches that a rank may hold. Without `costs` the
-            default is 2 P - 1, as for eager-1f1b.
-        schedules: Names, or tables of name and options, instead of all registered ones.
 
     Raises:
         ScheduleError: If the costs cannot be read, or if a limit is no number or needs costs.
@@ -45,22 +42,16 @@ class Auto(MeasuredGenerator):
         *,
         costs: Costs | Mapping[str, Any] | str | PathLike[str] | None = None,
         memory_limit_bytes: int | None = None,
-        max_live_activations: int | None = None,
-        schedules: Sequence[Spec] | None = None,
     ) -> None:
         if memory_limit_bytes is not None and costs is None:
             raise ScheduleError(
-                "memory_limit_bytes needs costs, which say what stages hold: give costs, or "
-                "max_live_activations"
+                "memory_limit_bytes needs costs, which say what stages hold: give costs"
             )
         check_limit("memory_limit_bytes", memory_limit_bytes)
-        check_limit("max_live_activations", max_live_activations)
         self._costs = _read(costs)
         self._memory_limit_bytes = memory_limit_bytes
-        self._max_live_activations = max_live_activations
-        self._schedules = schedules
+        self._max_live_activations: int | None = None
         self._choices: dict[tuple[int, int], Choice] = {}
-        self._is_measured = False
 
     @property
     def wants_times(self) -> bool:
@@ -68,35 +59,17 @@ class Auto(MeasuredGenerator):
         return self._costs is None
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
-        """Returns the best schedule; without costs 1f1b, if any schedule can fit later.
-
-        If none fits with measured costs, it stays 1f1b, and a warning has the reason.
+        """Returns the best schedule; without costs 1f1b.
 
         Raises:
             ScheduleError: If no schedule fits, or if the costs are of other stages.
         """
-        try:
-            chosen = self.choice(num_ranks=num_ranks, num_microbatches=num_microbatches)
-        except ScheduleError as error:
-            if not self._is_measured:
-                raise
-            # Some schedule fitted with hops of no time; measured times must not end the run.
-            warnings.warn(f"schedule 'auto' stays 1f1b: {error}", stacklevel=2)
-            chosen = None
+        chosen = self.choice(num_ranks=num_ranks, num_microbatches=num_microbatches)
         if chosen is not None:
             return chosen.schedule
-        if self._costs is None:
-            self._try_out(num_ranks, num_microbatches)
         begin = OneForwardOneBackward()
         made = begin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
         return replace(made, name="auto")
-
-    def _try_out(self, num_ranks: int, num_microbatches: int) -> None:
-        """Refuses limits and schedules of which nothing is left, before any step."""
-        if self._schedules is not None or self._max_live_activations is not None:
-            some = Times((1.0,) * num_ranks, (2.0,) * num_ranks, (0.0,) * (num_ranks - 1))
-            planned = self.planned(some)
-            planned.choice(num_ranks=num_ranks, num_microbatches=num_microbatches)
 
     def choice(self, *, num_ranks: int, num_microbatches: int) -> Choice | None:
         """Returns the chosen schedule and all other candidates; None without costs.
@@ -112,7 +85,6 @@ class Auto(MeasuredGenerator):
                 num_ranks=num_ranks,
                 num_microbatches=num_microbatches,
                 costs=self._costs,
-                schedules=self._schedules,
                 memory_limit_bytes=self._memory_limit_bytes,
                 max_live_activations=self._max_live_activations,
             )
@@ -120,10 +92,8 @@ class Auto(MeasuredGenerator):
 
     def planned(self, times: Times) -> Auto:
         """Returns the generator of the schedules from the next step on."""
-        num_ranks = len(times.forward_seconds)
-        limit = self._max_live_activations or 2 * num_ranks - 1
-        planned = Auto(costs=costs_of(times), max_live_activations=limit, schedules=self._schedules)
-        planned._is_measured = True
+        planned = Auto(costs=costs_of(times))
+        planned._max_live_activations = 2 * len(times.forward_seconds) - 1
         return planned
 
 

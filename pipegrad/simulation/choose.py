@@ -148,7 +148,6 @@ def choose(
     memory_limit_bytes: int | None = None,
     max_live_activations: int | None = None,
     schedules: Sequence[Spec] | None = None,
-    links: Sequence[Link] | None = None,
 ) -> Choice:
     """Returns the schedule that takes least time; see [Note: candidates].
 
@@ -168,8 +167,6 @@ def choose(
         max_live_activations: The most microbatches whose activations a rank may hold, in stages as
             large as a rank.
         schedules: Names, or tables of name and options, instead of all registered ones.
-        links: The values that stages pass on, if stages are as many as ranks; by default each takes
-            the outputs of the one before it.
 
     Raises:
         ScheduleError: If no candidate fits, if a limit is no number above 0, or if the costs are
@@ -196,7 +193,7 @@ def choose(
                 continue
             tried[key] = None
             limits = memory_limit_bytes, max_live_activations
-            candidates.append(_tried(name, made, costs, limits, links))
+            candidates.append(_tried(name, made, costs, limits))
         else:
             candidates.append(Candidate(name, refused=made))
     return Choice(_ordered(candidates))
@@ -304,7 +301,6 @@ def _tried(
     schedule: Schedule,
     costs: Costs,
     limits: tuple[int | None, int | None],
-    links: Sequence[Link] | None,
 ) -> Candidate:
     """Lowers, proves and simulates a schedule."""
     num_stages = len(schedule.stage_to_rank)
@@ -319,7 +315,7 @@ def _tried(
         if is_cut := len(costs.stages) > num_stages:
             begins = _balanced(costs, num_stages)
             own = cut_at(costs, begins)
-        program = lower(schedule, links=chain_of(own) if is_cut or links is None else links)
+        program = lower(schedule, links=chain_of(own))
         proof = verify(program)
         if is_cut:
             begins = fastest_cut(

@@ -196,13 +196,6 @@ class Network(_Numbers):
             links[source, target] = LinkCosts(source, target, self.latency_seconds)
         return links[source, target]
 
-    def round_trip_seconds(self, num_ranks: int) -> float:
-        """Returns the time of two empty messages between those ranks for whom it is longest."""
-        latencies = [link.latency_seconds for link in self.links]
-        if len(self.links) < num_ranks * (num_ranks - 1):  # some pairs are like the rest
-            latencies.append(self.latency_seconds)
-        return 2 * max(latencies, default=0.0)
-
     def host(self, rank: int) -> int:
         """Returns the number of a rank's host."""
         return self.hosts[rank] if self.hosts else rank
@@ -405,34 +398,6 @@ class Costs(_Numbers):
             for name, own in self.collectives.items()
             if own.stages
         )
-
-    def __str__(self) -> str:
-        """A line for each stage, each link whose costs differ from the rest, and each doubt."""
-        from pipegrad.tables import as_text, table
-
-        head = "stage", "forward ms", "backward ms", "optimizer ms", "sends MiB", "holds MiB"
-        numbers = [
-            (
-                *(1e3 * own.forward_seconds, 1e3 * own.backward_seconds),
-                1e3 * own.optimizer_seconds,
-                *(sum(own.outputs.values()) / 2**20, own.held_bytes / 2**20),
-            )
-            for own in self.stages
-        ]
-        rows = [[stage, *(f"{each:.3f}" for each in own)] for stage, own in enumerate(numbers)]
-        network = self.network
-        links = [
-            [
-                f"{link.source}->{link.target}",
-                f"{8e-6 * network.rate(link.source, link.target):.1f}",
-                f"{1e3 * link.latency_seconds:.3f}",
-            ]
-            for link in network.links
-        ]
-        rate, latency = 8e-6 * network.nic_bytes_per_second, 1e3 * network.latency_seconds
-        alike = f"each NIC: {rate:.1f} Mbit/s, {latency:.3f} ms for an empty message"
-        of_links = table(["link", "Mbit/s", "ms of an empty message"], links)
-        return as_text([table(head, rows), of_links if links else alike, *self.doubts()])
 
     def doubts(self) -> Iterator[str]:
         """Yields likely mistakes: another unit, or a link that lacks its way back."""

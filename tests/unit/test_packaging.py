@@ -82,7 +82,8 @@ def may_import() -> dict[str, set[str]]:
     # Tools without torch: they know schedules, and no run.
     table["simulation"] = {*table["schedules"], "simulation"}
     table["picture"] = {*table["simulation"], "picture"}
-    table["orders"] = {*table["picture"], "orders"}
+    # Where torch's runtime puts transfers, torch itself says.
+    table["orders"] = {*table["picture"], "private", "orders"}
     table["pipeline"] |= table["schedules"]
     for part in TOOLS:
         table[part] |= table["orders"]

@@ -4,74 +4,65 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const kindNumber = Object.fromEntries(data.kinds.map((each, number) => [each.kind, number]));
+const NANOSECOND = 1e-9; // times are rounded to it
 const isCompute = (kind) => kind < data.compute;
 const isWait = (kind) => data.waits.includes(kind);
 
 async function inflate(text) {
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Int32Array(await new Response(stream).arrayBuffer());
+  return JSON.parse(await new Response(stream).text());
 }
 
-async function unpack(packed, number) {
-  const numbers = await inflate(packed.spans);
-  const size = numbers.length / data.fields.length;
-  const column = (name) => {
-    const at = data.fields.indexOf(name) * size;
-    return numbers.subarray(at, at + size);
-  };
-  const timeline = { ...packed, number, size, title: data.titles[number] };
-  for (const name of data.fields) timeline[name] = column(name);
-  Object.assign(timeline, times(packed, column("gap"), column("duration")));
+async function unpack(head, number) {
+  const packed = await inflate(head.packed);
+  const timeline = { ...head, number, size: packed.spans[0].length, title: data.titles[number] };
+  const columns = Object.fromEntries(data.fields.map((name, column) => [name, packed.spans[column]]));
+  for (const name of data.fields) timeline[name] = Int32Array.from(columns[name]);
+  timeline.begin = seconds(columns.begin);
+  timeline.end = seconds(columns.begin.map((begin, span) => begin + columns.duration[span]));
+  Object.assign(timeline, tracksOf(head.tracks, timeline.size));
   timeline.last = Math.max(...timeline.tracks.map((track) => (track.end > track.first ? timeline.end[track.end - 1] : 0)));
-  timeline.memory = memory(packed, await inflate(packed.memory));
-  timeline.path = path(timeline, await inflate(packed.path));
+  timeline.memory = memory(packed.memory);
+  timeline.path = path(timeline, packed.path);
   timeline.kinds = new Set(timeline.kind.filter((_, span) => timeline.end[span] > timeline.begin[span]));
-  timeline.several = packed.stage_to_rank.length > packed.num_ranks; // stages on a rank
+  timeline.several = head.stage_to_rank.length > head.num_ranks; // stages on a rank
   return timeline;
 }
 
-// Returns begin, end and rank of all spans, and the tracks with the slices that are theirs.
-function times(packed, gaps, durations) {
-  const begin = new Float64Array(gaps.length), end = new Float64Array(gaps.length);
-  const ranks = new Int32Array(gaps.length), tracks = [];
+// Returns seconds of whole nanoseconds.
+function seconds(numbers) {
+  return Float64Array.from(numbers, (each) => each * NANOSECOND);
+}
+
+// Returns the tracks with the slices that are theirs, and the rank of each span.
+function tracksOf(packed, size) {
+  const rank = new Int32Array(size), tracks = [];
   let first = 0;
-  for (const [rank, beside, count] of packed.tracks) {
-    let now = 0;
-    for (let span = first; span < first + count; span++) {
-      begin[span] = (now += gaps[span]) * packed.time_unit;
-      end[span] = (now += durations[span]) * packed.time_unit;
-    }
-    tracks.push({ rank, beside: Boolean(beside), first, end: first + count });
-    ranks.fill(rank, first, first + count);
+  for (const [own, beside, count] of packed) {
+    tracks.push({ rank: own, beside, first, end: first + count });
+    rank.fill(own, first, first + count);
     first += count;
   }
-  return { begin, end, tracks, rank: ranks };
+  return { tracks, rank };
 }
 
 // Returns for each rank its points, and the most that any rank held.
-function memory(packed, numbers) {
-  const size = numbers.length / 2, ranks = [];
-  let first = 0, most = 0;
-  for (const count of packed.memory_counts) {
-    const seconds = Float64Array.from(numbers.subarray(first, first + count), (n) => n * packed.time_unit);
-    const bytes = Float64Array.from(numbers.subarray(size + first, size + first + count), (n) => n * packed.memory_unit);
-    const peak = bytes.reduce((a, b) => Math.max(a, b), 0);
-    ranks.push({ seconds, bytes, peak });
-    most = Math.max(most, peak);
-    first += count;
-  }
-  return { ranks, most };
+function memory(packed) {
+  const ranks = packed.map((points) => {
+    const bytes = Float64Array.from(points, (point) => point[1]);
+    return { seconds: seconds(points.map((point) => point[0])), bytes, peak: bytes.reduce((a, b) => Math.max(a, b), 0) };
+  });
+  return { ranks, most: ranks.reduce((most, own) => Math.max(most, own.peak), 0) };
 }
 
 // Returns the parts of the critical path, each with its track, in order of time.
-function path(t, numbers) {
-  const size = numbers.length / 4, unit = t.time_unit;
-  return Array.from({ length: size }, (_, part) => {
-    const [rank, beside, begin, end] = [0, 1, 2, 3].map((column) => numbers[column * size + part]);
-    const tracks = t.tracks.filter((track) => track.rank === rank && track.beside === Boolean(beside));
-    const track = tracks.find((each) => spanAt(t, each, ((begin + end) / 2) * unit) >= 0) ?? tracks[0];
-    return { track, begin: begin * unit, end: end * unit };
+function path(t, parts) {
+  return parts.map(([rank, beside, ...ends]) => {
+    const [begin, end] = seconds(ends);
+    const tracks = t.tracks.filter((track) => track.rank === rank && track.beside === beside);
+    const track = tracks.find((each) => spanAt(t, each, (begin + end) / 2) >= 0) ?? tracks[0];
+    return { track, begin, end };
   });
 }
 

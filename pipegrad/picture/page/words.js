@@ -144,7 +144,7 @@ function maker(t, transfer) {
   let best = -1;
   for (const span of spansOf(t, t.rank[transfer], false)) {
     if (!isCompute(t.kind[span]) || t.kind[span] === kindNumber.W || t.microbatch[span] !== t.microbatch[transfer]) continue;
-    if (t.end[span] <= t.begin[transfer] + 2 * t.time_unit && t.step[span] === t.step[transfer]) best = span;
+    if (t.end[span] <= t.begin[transfer] + 2 * NANOSECOND && t.step[span] === t.step[transfer]) best = span;
   }
   return best;
 }
@@ -153,7 +153,7 @@ function maker(t, transfer) {
 function before(t, rank, seconds) {
   let best = -1;
   for (const track of t.tracks.filter((each) => each.rank === rank && !each.beside)) {
-    const span = bisect(t.end, seconds + 2 * t.time_unit, track.first, track.end) - 1;
+    const span = bisect(t.end, seconds + 2 * NANOSECOND, track.first, track.end) - 1;
     if (span >= track.first && (best < 0 || t.end[span] > t.end[best])) best = span;
   }
   return best;

@@ -122,7 +122,9 @@ class RankRun:
 
     # Transfers.
 
-    def _post(self, _: int) -> None:
+    def _post(self, transfer: int) -> None:
+        if self._program.channels[transfer >> MICROBATCH_BITS].target != self.rank:
+            self.refuse("a transfer of another rank")
         self._hold(BUFFERS, 1)
         self._hold(IN_FLIGHT, 1)
 
@@ -136,7 +138,9 @@ class RankRun:
 
     def _send(self, transfer: int) -> None:
         microbatch = transfer & MICROBATCH_MASK
-        link, kind, _, _ = self._program.channels[transfer >> MICROBATCH_BITS]
+        link, kind, rank, _ = self._program.channels[transfer >> MICROBATCH_BITS]
+        if rank != self.rank:
+            self.refuse("a transfer of another rank")
         # A value must be computed by its producer, a gradient by all consumers on this rank.
         is_value, producer = kind == "F", self._program.links[link].producer
         kinds = (_FORWARD,) if is_value else (_FULL, _INPUT)
@@ -321,8 +325,6 @@ class Run:
         """Lets a transfer end if both of its ends have started."""
         link, kind, source, target = self.program.channels[transfer >> MICROBATCH_BITS]
         is_send = op == _SEND
-        if rank.rank != (source if is_send else target):
-            rank.refuse("a transfer of another rank")
         # Refuse older outputs, because the executor keeps only the last output of a stage.
         producer = self.program.links[link].producer
         if is_send and kind == "F" and rank.newest[producer] != transfer & MICROBATCH_MASK:

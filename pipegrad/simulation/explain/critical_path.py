@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median_low
 from typing import Any, Literal, NamedTuple
@@ -86,10 +86,6 @@ class Breakdown:
         total, parts = self.seconds or 1.0, self._parts()
         for own in self.ranks:
             yield [str(own.rank), *(in_percent(own.parts[part] / total) for part in parts)]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
-        return asdict(self)
 
     def _parts(self) -> list[Part]:
         return [p for p in PARTS if self.seconds > 0 and any(r.parts[p] > 0 for r in self.ranks)]

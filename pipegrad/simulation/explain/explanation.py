@@ -76,9 +76,9 @@ class Explanation:
         """Returns it as plain data."""
         return {
             "sentence": sentence(self),
-            "breakdown": self.breakdown.to_json(),
+            "breakdown": asdict(self.breakdown),
             "critical_path": self.path.to_json(),
-            "advice": [advice.to_json() for advice in self.advice],
+            "advice": [asdict(advice) for advice in self.advice],
             "notes": list(self.notes),
         }
 
@@ -171,10 +171,6 @@ class Advice:
         expected = f"{at_most}{in_percent(self.gain)} less, {in_time(self.step_seconds)} a step"
         coding = ", if encoding takes no time" if "parallel.codecs" in self.change else ""
         return f"{self.change}: {expected}{coding}{memory}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
-        return asdict(self)
 
 
 def advise(

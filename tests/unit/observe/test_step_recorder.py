@@ -131,13 +131,11 @@ def run(recorder: StepRecorder, number: int, stop_at: int | None = None) -> list
 
     items = list(made_program.decoded(0))
     recorder.begin_step(number, made_program)
-    kept, keep = recorder.items()
-    assert len(kept) == len(items)
+    keep = recorder.item_times()
     keep(recorder.now())
-    for item, is_kept in list(zip(items, kept, strict=True))[:stop_at]:
+    for item in items[:stop_at]:
         call(item.which, item.microbatch)
-        if is_kept:
-            keep(recorder.now())
+        keep(recorder.now())
     began = recorder.now()
     recorder.note("reduction", (0, 0), began)
     return called

@@ -19,7 +19,7 @@ import pipegrad
 from pipegrad import limits, schedules
 from pipegrad.errors import ScheduleError
 from pipegrad.orders import Verdict
-from pipegrad.orders.building import END, Step, placed
+from pipegrad.orders.building import END
 from pipegrad.orders.verification import Communicators
 from pipegrad.schedules import lower
 from pipegrad.schedules.program.program import OP_MASK, Op
@@ -65,23 +65,15 @@ def test_what_torch_lowers_is_right_on_all_communicators(name: str, num_ranks: i
 def test_transfers_are_added_where_torch_adds_them(name: str) -> None:
     schedule = multi(name, 4, 8)
     order = {r: [a for a in of_rank if a] for r, of_rank in schedule.pipeline_order.items()}
-    steps = [
-        [
-            Step(n, part.computation_type.value, part.stage_index, part.microbatch_index)
-            for n, action in enumerate(of_rank)
-            for part in action.sub_actions or [action]
-        ]
-        for of_rank in order.values()
-    ]
+    orders = pipegrad.verify([order[rank] for rank in range(4)]).orders
     rank_of = schedule.stage_index_to_group_rank
     theirs = torch_schedules._add_send_recv(order, rank_of.__getitem__, len(rank_of))
     flat = [
-        [str(part) for action in theirs[rank] for part in action.sub_actions or [action]]
+        tuple(str(part) for action in theirs[rank] for part in action.sub_actions or [action])
         for rank in range(4)
     ]
-    mine, is_possible = placed(steps, [rank_of[stage] for stage in range(len(rank_of))])
-    assert is_possible
-    assert [[str(step) for step in of_rank] for of_rank in mine] == flat
+    assert orders.transfers == "placed"
+    assert orders.cells == tuple(flat)
 
 
 @pytest.mark.skipif(
@@ -299,9 +291,9 @@ WRONG = {
     "never received": ("1RECV_F0,", "", "rank 0, cell 2: 0SEND_F0: rank 1 never receives this"),
     "received twice": (
         *("1RECV_F0", "1RECV_F0,1RECV_F0"),
-        "rank 1, cell 2: 1RECV_F0: received twice",
+        "rank 1, cell 2: 1RECV_F0: it comes twice",
     ),
-    "sent twice": ("0SEND_F0", "0SEND_F0,0SEND_F0", "rank 0, cell 3: 0SEND_F0: sent twice"),
+    "sent twice": ("0SEND_F0", "0SEND_F0,0SEND_F0", "rank 0, cell 3: 0SEND_F0: it comes twice"),
     "received late": (
         *("1RECV_F0,1F0", "1F0,1RECV_F0"),
         "rank 1, cell 1: 1F0: waits for a receive that is not posted",
@@ -381,8 +373,8 @@ def test_computes_that_wait_for_each_other_hang_on_every_transport(
 ) -> None:
     verdict = verified("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", tmp_path, sends=sends)
     assert verdict.sentences == (
-        "rank 0: 0RECV_B0 waits for 1SEND_B0 of rank 1, which comes only after 1F1",
-        "rank 1: 1RECV_F1 waits for 0SEND_F1 of rank 0, which comes only after 0B0",
+        "rank 0: 0RECV_B0 waits for 1SEND_B0 (1B0) of rank 1, which comes only after 1F1",
+        "rank 1: 1RECV_F1 waits for 0SEND_F1 (0F1) of rank 0, which comes only after 0B0",
     )
 
 

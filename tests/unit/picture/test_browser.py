@@ -332,8 +332,8 @@ def test_keys_work_wherever_the_focus_is_but_in_a_field(page: Page, tmp_path: Pa
 def test_a_prediction_lies_over_its_run(page: Page, tmp_path: Path) -> None:
     measured = replace(simulated(slow=1.25), source="measured")
     opened(page, tmp_path, simulated(), measured)
-    assert "The predicted step is " in page.element("sentence").text
-    assert "shorter than measured" in page.element("sentence").text
+    assert " (predicted): " in page.element("sentence").text
+    assert " (measured): " in page.element("sentence").text
     tops = [
         page.run("return picture.locate(arguments[0], arguments[1]).y", number, span)
         for rank in range(2)
@@ -354,7 +354,7 @@ def test_two_schedules_are_shown_in_three_ways(page: Page, tmp_path: Path) -> No
     first, second = page.run("picture.drawNow();" + place)
     assert first["y"] == pytest.approx(second["y"], abs=20)
     assert first["x"] + 400 < second["x"]
-    assert "A step of zbv (predicted) is " in page.element("sentence").text
+    assert "zbv (predicted): " in page.element("sentence").text
 
 
 def test_it_prints_all_ranks(page: Page, tmp_path: Path) -> None:

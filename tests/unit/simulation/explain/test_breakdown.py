@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_the_parts_of_two_ranks_as_rows_and_as_json() -> None:
         "optimizer",
     ]
     assert list(breakdown.rows())[1:] == [["1", "13 %", "27 %", "19 %", "0.0 %", "35 %", "6.7 %"]]
-    data = json.loads(json.dumps(breakdown.to_json()))
+    data = json.loads(json.dumps(asdict(breakdown)))
     assert (data["seconds"], data["ranks"][0]["parts"]["F"]) == (75, 10)
 
 
