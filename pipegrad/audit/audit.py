@@ -29,7 +29,7 @@ from pipegrad.audit.states import Stepper
 from pipegrad.audit.truth import Batch, Data, LossFn, leaves_cut
 from pipegrad.audit.variants import compared
 from pipegrad.comm.agreement import agree, agree_keeping
-from pipegrad.errors import AgreementError, PipegradError, PlanError, in_words
+from pipegrad.errors import AgreementError, PipegradError, PlanError, in_words, refuse
 from pipegrad.plugins.written import written
 
 T = TypeVar("T")
@@ -163,13 +163,11 @@ class Audit:
             ("optimizer", self.optimizer, _MAKER, has_maker),
             ("variants", self.variants, _TABLE, isinstance(self.variants, Mapping)),
         ]
-        wrong = [
-            f"{name} is {type(value).__name__}, expected {expected}"
+        reasons = {
+            f"{name} is {type(value).__name__}, expected {expected}": not is_right
             for name, value, expected, is_right in kinds
-            if not is_right
-        ]
-        if wrong:
-            raise PlanError("; ".join(wrong))
+        }
+        refuse(PlanError, reasons)
 
     @property
     def held(self) -> tuple[nn.Module, ...]:
