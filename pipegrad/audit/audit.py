@@ -14,24 +14,22 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import nn
 
 from pipegrad.audit.checks import Names, Reply, check_ranks, checked, copied, match
 from pipegrad.audit.dropout import Without
 from pipegrad.audit.judge import Judge, Verdict
 from pipegrad.audit.report import Finding, Gradient, Report, Variant, merged
-from pipegrad.audit.seen import PATIENCE_SECONDS, Gradients, Placed, Seen, watched
+from pipegrad.audit.seen import PATIENCE_SECONDS, Gradients, Seen, watched
 from pipegrad.audit.states import Stepper
 from pipegrad.audit.truth import Batch, Data, LossFn, leaves_cut
 from pipegrad.audit.variants import compared
 from pipegrad.comm.agreement import agree, agree_keeping
-from pipegrad.errors import AgreementError, PipegradError, PlanError, in_words
+from pipegrad.errors import AgreementError, PipegradError, PlanError, in_words, refuse
 from pipegrad.plugins.written import written
 
 T = TypeVar("T")
@@ -43,8 +41,8 @@ _NO_GROUP = (
 _MAKER = "a function of the uncut model that makes one"
 _TABLE = "a table of name -> function"
 _USED = (
-    "its optimizer has stepped in this audit before, and goes on with its state: make modules, "
-    "optimizer and schedule anew in the function"
+    "its modules were stepped in this audit before: make modules, optimizer and schedule anew in "
+    "the function"
 )
 
 
@@ -93,10 +91,11 @@ class Audit:
             the model, for example one that also clips, or changes the learning rate. It gets the
             gradients that the pipeline's optimizers got. By default updates are not compared.
         variants: Name -> a function that returns this rank's audit with one option changed, for
-            both sides. It creates new modules, from the same seed. After its own steps an audit
-            compares each variant with one process. It also compares how much the option changes the
-            pipeline and how much it changes one process. A function refuses the option if it raises
-            a ValueError, ImportError, NotImplementedError, AssertionError or PipegradError.
+            both sides. It creates new modules, from the same seed; modules that were stepped in
+            this audit are an error. After its own steps an audit compares each variant with one
+            process. It also compares how much the option changes the pipeline and how much it
+            changes one process. A function refuses the option if it raises a ValueError,
+            ImportError, NotImplementedError, AssertionError or PipegradError.
     """
 
     step: Callable[[Any, Any], object]
@@ -136,10 +135,11 @@ class Audit:
         if not dist.is_initialized():
             raise PlanError(_NO_GROUP)
         begin = time.monotonic()
-        run = _Run(self, steps, tolerance, WeakKeyDictionary())
+        run = _Run(self, steps, tolerance)
         usual = report = run.report()
+        used = WeakSet(self.trained)
         for name, change in self.variants.items():
-            variant, findings, notes = run.beside(name, change, usual)
+            variant, findings, notes = run.beside(name, change, usual, used)
             report = replace(
                 report,
                 findings=report.findings + findings,
@@ -163,19 +163,23 @@ class Audit:
             ("optimizer", self.optimizer, _MAKER, has_maker),
             ("variants", self.variants, _TABLE, isinstance(self.variants, Mapping)),
         ]
-        wrong = [
-            f"{name} is {type(value).__name__}, expected {expected}"
+        reasons = {
+            f"{name} is {type(value).__name__}, expected {expected}": not is_right
             for name, value, expected, is_right in kinds
-            if not is_right
-        ]
-        if wrong:
-            raise PlanError("; ".join(wrong))
+        }
+        refuse(PlanError, reasons)
 
     @property
     def held(self) -> tuple[nn.Module, ...]:
         """The modules of this rank."""
         modules = self.modules
         return (modules,) if isinstance(modules, nn.Module) else tuple(modules)
+
+    @property
+    def trained(self) -> set[nn.Module]:
+        """The modules of this rank that hold parameters themselves, at any depth."""
+        every = (part for held in self.held for part in held.modules())
+        return {part for part in every if any(True for _ in part.parameters(recurse=False))}
 
 
 class NotComparedError(AgreementError):
@@ -185,14 +189,8 @@ class NotComparedError(AgreementError):
 class _Run:
     """One run of an audit."""
 
-    def __init__(
-        self,
-        audit: Audit,
-        steps: int | None,
-        tolerance: float | None,
-        owners: WeakKeyDictionary[Optimizer, _Run],
-    ) -> None:
-        self._audit, self._owners, self._options = audit, owners, (steps, tolerance)
+    def __init__(self, audit: Audit, steps: int | None, tolerance: float | None) -> None:
+        self._audit, self._options = audit, (steps, tolerance)
 
         def prepare() -> tuple[tuple[list[Batch], Names, nn.Module], Reply]:
             batches = checked(audit, steps, tolerance)
@@ -209,7 +207,6 @@ class _Run:
             self._model, audit.clip_norm, tolerance, audit.autocast, audit.optimizer
         )
         self._without = Without(part for own in audit.held for part in own.modules())
-        self._first = [tensor.detach().clone() for tensor in self._tensors()]
 
     def report(self) -> Report:
         """Runs steps until one is wrong; returns the report."""
@@ -229,20 +226,19 @@ class _Run:
         )
 
     def beside(
-        self, name: str, change: Callable[[], Audit], usual: Report
+        self, name: str, change: Callable[[], Audit], usual: Report, used: WeakSet[nn.Module]
     ) -> tuple[Variant, tuple[Finding, ...], tuple[str, ...]]:
         """Runs the audit of a variant; returns its comparison, its findings and new notes.
 
         Raises:
             PlanError: If a step fails.
         """
-        self._restore()
-        other, refusal = _made(name, change)
+        other, refusal = _made(name, change, used)
         if other is None:
             return Variant(name, f"refused: {refusal}"), (), ()
         run: _Run | None = None
         try:
-            run = _Run(other, *self._options, self._owners)
+            run = _Run(other, *self._options)
             report = run.report()
         except Exception as error:
             known: Any = (PlanError, AgreementError) if run is None else NotComparedError
@@ -281,31 +277,9 @@ class _Run:
         """Runs a step; returns the snapshot of this rank."""
         audit = self._audit
         share = leaves_cut(batch, audit.num_replicas)[audit.replica]
-
-        def note(optimizer: Optimizer, *_: object) -> None:
-            if self._owners.setdefault(optimizer, self) is not self:
-                raise PlanError(_USED)
-
-        with register_optimizer_step_pre_hook(note):
-            return watched(
-                lambda: audit.step(*share),
-                self._names,
-                audit.replica,
-                audit.gradients,
-                self._without,
-            )
-
-    def _restore(self) -> None:
-        """Gives parameters and buffers the values that they had before the first step."""
-        with torch.no_grad():
-            for tensor, value in zip(self._tensors(), self._first, strict=True):
-                tensor.copy_(value)
-        for sync in Placed(self._names.parameters).syncs:
-            if sync.agreed.needs_parameter_sync:
-                sync.synchronize_parameters()
-
-    def _tensors(self) -> list[Tensor]:
-        return [*self._names.parameters.values(), *self._names.buffers.values()]
+        return watched(
+            lambda: audit.step(*share), self._names, audit.replica, audit.gradients, self._without
+        )
 
 
 def _on_rank_0(what: str, function: Callable[[], T]) -> T:
@@ -317,8 +291,12 @@ def _on_rank_0(what: str, function: Callable[[], T]) -> T:
     return cast("T", agree(what, run, timeout_seconds=PATIENCE_SECONDS)[0])
 
 
-def _made(name: str, change: Callable[[], Audit]) -> tuple[Audit | None, str]:
+def _made(
+    name: str, change: Callable[[], Audit], used: WeakSet[nn.Module]
+) -> tuple[Audit | None, str]:
     """Returns the audit of a variant; if all ranks refuse the option, None and the reason.
+
+    Its modules are added to the `used` ones of earlier audits.
 
     Raises:
         AgreementError: If some ranks fail, or the function raises an error that refuses nothing.
@@ -335,6 +313,9 @@ def _made(name: str, change: Callable[[], Audit]) -> tuple[Audit | None, str]:
             raise PlanError(
                 f"the variant {name!r} returned {type(other).__name__}, expected a pipegrad.Audit"
             )
+        if not used.isdisjoint(other.trained):
+            raise PlanError(f"the variant {name!r} cannot be compared: {_USED}")
+        used.update(other.trained)
         return other, ""
 
     other, refusals = agree_keeping(f"the variant {name!r}", make, timeout_seconds=PATIENCE_SECONDS)

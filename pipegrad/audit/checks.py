@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipegrad.audit.report import shown
 from pipegrad.audit.truth import Batch, names_by_use
-from pipegrad.errors import PlanError, in_words
+from pipegrad.errors import PlanError, in_words, refuse
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.ties import plain_name
 from pipegrad.model.wrappers import FSDP1, wrapper_of
@@ -33,17 +33,20 @@ def checked(audit: Audit, steps: int | None, tolerance: float | None) -> list[Ba
     Raises:
         PlanError: If an argument is wrong, or a module cannot be audited.
     """
-    if tolerance is not None and not tolerance > 0:
-        raise PlanError(f"tolerance is {tolerance}, expected a number above 0")
-    if audit.microbatches < 1:
-        raise PlanError(f"microbatches is {audit.microbatches}, expected at least 1")
-    if not 0 <= audit.replica < audit.num_replicas:
-        raise PlanError(
+    refuse(
+        PlanError,
+        {
+            f"tolerance is {tolerance}, expected a number above 0": (
+                tolerance is not None and not tolerance > 0
+            ),
+            f"microbatches is {audit.microbatches}, expected at least 1": audit.microbatches < 1,
             f"replica is {audit.replica} of {audit.num_replicas}, expected 0 to "
-            f"{audit.num_replicas - 1}"
-        )
-    if steps is None and not isinstance(audit.batches, Sized):
-        raise PlanError("batches is an iterator, which may have no end: give steps, or a list")
+            f"{audit.num_replicas - 1}": not 0 <= audit.replica < audit.num_replicas,
+            "batches is an iterator, which may have no end: give steps, or a list": (
+                steps is None and not isinstance(audit.batches, Sized)
+            ),
+        },
+    )
     _check_models(audit)
     batches = list(itertools.islice(audit.batches, steps))
     if not batches or len(batches) < (steps or 1):
@@ -59,7 +62,7 @@ def checked(audit: Audit, steps: int | None, tolerance: float | None) -> list[Ba
 def _check_models(audit: Audit) -> None:
     parameters = list(audit.model.parameters())
     held = [parameter for module in audit.held for parameter in module.parameters()]
-    wrong = {
+    reasons = {
         "the uncut model has DTensors or parameters without values: give a copy that was made "
         "before the stages were wrapped, with real values on every rank": any(
             is_dtensor(p) or p.is_meta for p in parameters
@@ -77,9 +80,7 @@ def _check_models(audit: Audit) -> None:
             wrapper_of(module) == FSDP1 for module in audit.held
         ),
     }
-    for words, is_wrong in wrong.items():
-        if is_wrong:
-            raise PlanError(words)
+    refuse(PlanError, reasons)
 
 
 def _check_batch(batch: object, microbatches: int, num_replicas: int) -> None:
