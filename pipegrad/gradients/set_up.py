@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipegrad.comm.agreement import agree_keeping, same, warn_once
+from pipegrad.comm.agreement import agree, agree_keeping, same, warn_once
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
@@ -41,6 +41,7 @@ from pipegrad.plan.check import (
 )
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import MainRange, Plan, buckets_alone, make_plans
+from pipegrad.plan.routes import make_routes
 from pipegrad.plugins.handler import GradientHandler, HandlerSpec
 from pipegrad.plugins.handler import handlers as registry
 from pipegrad.plugins.registry import ResolvedPlugin
@@ -193,10 +194,15 @@ def negotiate(
     plan, digests = agree_keeping(
         "GradientSync's plan", make_plan, ranks=ranks, timeout_seconds=agree_seconds
     )
-    same(
-        f"what the handlers reduce, by digests of the plans that {', '.join(resolved)} make",
-        dict(zip(ranks, digests, strict=True)),
-    )
+    if len(set(digests)) > 1:
+        subject = "what the handlers reduce"
+        texts = agree(
+            subject,
+            lambda: _in_words(manifest, topology, plugins, plan.digest),
+            ranks=ranks,
+            timeout_seconds=agree_seconds,
+        )
+        same(subject, dict(zip(ranks, texts, strict=True)))
     # Ranks may have made different numbers of objects before. The largest number is new on all.
     name = str(max(number for number, *_ in replies))
     kinds = {kind for _, kind, _ in replies if kind}
@@ -263,6 +269,28 @@ def _describe(
     manifest = describe_rank(modules, main_grad, settings, ties)
     kind = kind_of_machine(device_of(modules, [manifest])) if manifest.device_type else ""
     return (chosen, resolved), (next(_instances), kind, manifest)
+
+
+def _in_words(
+    manifest: Manifest,
+    topology: Topology,
+    handlers: Sequence[tuple[str, GradientHandler]],
+    digest: str,
+) -> str:
+    """Returns the routes of all ranks, computed here: a line for each rank and key."""
+    routes, divisors, _ = make_routes(manifest, topology, handlers)
+    lines = [
+        f"of {key!r} on rank {rank}: "
+        + "; ".join(
+            f"handler {step.handler!r}: {step} over ranks {list(step.ranks)}" for step in route
+        )
+        + (f"; divided by {divisors[key]:g}" if key in divisors else "")
+        for rank, by_key in routes.items()
+        for key, route in by_key.items()
+    ]
+    # A handler may return other reductions in this second call. Then all routes are equal now, but
+    # the digests of the plans were not.
+    return "\n".join([*lines, digest])
 
 
 def kind_of_machine(device: torch.device) -> str:
