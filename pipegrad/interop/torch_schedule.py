@@ -1,8 +1,8 @@
-"""Reads torch schedules, and replaces methods of their instances."""
+"""Reads torch schedules and their stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,24 +24,6 @@ TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 _IS_OLD = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 _BACKWARDS = ("B", "W", "I")  # torch's letters: full backward, weight gradient, input gradient
-
-
-def replace(instance: object, methods: Mapping[str, Callable[..., object]]) -> None:
-    """Replaces methods of an instance. `leave` restores them."""
-    # Keep only the first original, because several wrappers may replace one method. It is the
-    # method from before `attach`, or None for a method of the class.
-    originals = vars(instance).setdefault("_pipegrad_before", {})
-    for name, method in methods.items():
-        originals.setdefault(name, vars(instance).get(name))
-        vars(instance)[name] = method
-
-
-def leave(instance: object) -> None:
-    """Restores the methods that an instance had before `attach`."""
-    for name, method in vars(instance).pop("_pipegrad_before", {}).items():
-        del vars(instance)[name]
-        if method is not None:
-            vars(instance)[name] = method
 
 
 def stages_of(schedule: TorchSchedule) -> list[PipelineStageBase]:
