@@ -160,11 +160,14 @@ class Compute:
             for index, stage in stages.items()
             if stage.recompute and sync is not None
         }
+        self._scaler: GradScaler | None = None
         self.forget()
 
     def forget(self) -> None:
         """Drops all references of a step."""
-        self._scaler: GradScaler | None = None
+        if self._scaler is not None:
+            self._scaler.is_in_scheduler = False
+        self._scaler = None
         self._cells = dict[Key, Cell]()  # by stage and microbatch
         self._targets: Sequence[object] | None = None
         self._leaves = dict[int, Sequence[Tensor]]()  # by microbatch, until the loss over all
@@ -182,7 +185,8 @@ class Compute:
         self._keeps_outputs = keeps_outputs
         self._scaler = None if self._sync is None else self._sync.scaler
         if self._scaler is not None:
-            self._scaler.is_scaled = True  # on all ranks, whichever of them have the losses
+            # On all ranks, whichever of them have the losses.
+            self._scaler.is_scaled = self._scaler.is_in_scheduler = True
         if self._splits:
             self._weights.begin()
 
@@ -485,14 +489,6 @@ class Compute:
                 f"loss.float(), and compute it of float32"
             )
         scale = scaler.begin_backward()
-        if scale is None:
-            if any(stage.losses for stage in self._stages.values()):
-                raise StepError(
-                    "loss_fn has called scaler.scale(), which does not scale the losses that a "
-                    "stage beside it makes: return the loss itself, and the Scheduler scales all "
-                    "of them"
-                )
-            return counted(torch.full_like(loss, exact), share).to(loss.dtype)
         # The host waits for nothing, because the scale stays on its device.
         scaled = scale.to(torch.promote_types(loss.dtype, scale.dtype)) / self._terms.divisor
         return counted(scaled, share).to(loss.device, loss.dtype).reshape(loss.shape)
