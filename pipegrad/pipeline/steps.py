@@ -75,7 +75,6 @@ class StepKind:
         self,
         program: Program,
         proof: Proof,
-        specs: dict[int, Spec],
         *,
         topology: Topology,
         values: Values,
@@ -88,7 +87,6 @@ class StepKind:
     ) -> None:
         self.program = program
         self.proof = proof
-        self.specs = specs
         self.times = times
         # It may not refer to this object, which refers to it, because the threads of an unused
         # Scheduler would then wait for the garbage collector.
@@ -316,9 +314,9 @@ class Steps:
         words = f"{held} {pipeline.wiring.links} {topology.stage_to_rank}"
         self.feedback = Feedback(hashlib.sha256(words.encode()).hexdigest())
         self._notice = FailureNotice(f"step {name}")  # it counts the steps of all kinds
-        # By forward_only, number of microbatches, and chunks. There is none before the first step
-        # of any number has ended on all ranks.
-        self._kinds: dict[tuple[bool, int, int], StepKind] = {}
+        # By forward_only: links and specs, when the first step of a kind has ended on all ranks.
+        self._learned: dict[bool, tuple[Sequence[Link], dict[int, Spec]]] = {}
+        self._kinds: dict[tuple[bool, int, int], StepKind] = {}  # and microbatches, and chunks
         # A function that returns the numbers of the last measured step, and their reader.
         self._measured: tuple[Callable[[], list[float] | None], StepTimes] | None = None
         self._closing = contextlib.ExitStack()  # each is called, whatever another raises
@@ -330,9 +328,10 @@ class Steps:
     def proven(self) -> tuple[Program, Proof]:
         """The Program of a training step of the Scheduler's own number, and its proof."""
         # The first step shows which values have a gradient. Others have no channel back.
-        schedule = self._programs.schedule
-        kind = self._kinds.get((False, schedule.num_microbatches, schedule.chunks))
-        return self._programs.first if kind is None else (kind.program, kind.proof)
+        if False not in self._learned:
+            return self._programs.first
+        kind = self._kind(self._programs.schedule, forward_only=False)
+        return kind.program, kind.proof
 
     def close(self) -> None:
         """Ends comm streams and destroys process groups, once; every rank must call it."""
@@ -372,13 +371,9 @@ class Steps:
             except BaseException as error:  # noqa: BLE001 - raised in the step
                 # Other ranks may run a step of the Scheduler's own number: [Note: other numbers].
                 schedule, batch = programs.schedule, batch._replace(error=error)
-            key = forward_only, schedule.num_microbatches, schedule.chunks
-            known = next((k for k in self._kinds if k[0] is forward_only), None)
-            if known is None:
+            if forward_only not in self._learned:
                 return self._run_first(schedule, batch, forward_only=forward_only)
-            if key not in self._kinds:
-                self._kinds[key] = self._like_known(schedule, self._kinds[known])
-            kind = self._kinds[key]
+            kind = self._kind(schedule, forward_only=forward_only)
             result = self._result(kind, *self._run(kind, batch))
             if kind.times is not None:
                 # A message, not the result: that may hold large outputs.
@@ -396,24 +391,22 @@ class Steps:
             return
         schedule = self._programs.adapted(step_times.times(numbers), self._notice.step)
         if schedule is not None:
-            key = False, schedule.num_microbatches, schedule.chunks
-            known = next(kind for (is_forward, *_), kind in self._kinds.items() if not is_forward)
-            kind = self._like_known(schedule, known)
             # Evaluations have the forwards of any schedule.
-            self._kinds = {key: kind for key, kind in self._kinds.items() if key[0]} | {key: kind}
+            self._kinds = {key: kind for key, kind in self._kinds.items() if key[0]}
             self._programs.take(schedule)
 
-    def _like_known(self, schedule: Schedule, known: StepKind) -> StepKind:
-        """Returns a kind of step with another schedule, and the specs of a known kind."""
-        program = known.program
-        try:
-            return self._new_kind(
-                schedule, program.links, known.specs, forward_only=program.forward_only
-            )
-        except BaseException as error:
-            # Ctrl-C may come in a long proof. Other ranks run the step and wait for this one.
-            self._leave(error)
-            raise
+    def _kind(self, schedule: Schedule, *, forward_only: bool) -> StepKind:
+        """Returns the kind of step of a schedule; the first step of its kind has ended."""
+        key = forward_only, schedule.num_microbatches, schedule.chunks
+        if key not in self._kinds:
+            links, specs = self._learned[forward_only]
+            try:
+                self._kinds[key] = self._new_kind(schedule, links, specs, forward_only=forward_only)
+            except BaseException as error:
+                # Ctrl-C may come in a long proof. Other ranks run the step and wait for this one.
+                self._leave(error)
+                raise
+        return self._kinds[key]
 
     def _new_kind(
         self,
@@ -470,7 +463,6 @@ class Steps:
         return StepKind(
             program,
             proof,
-            specs,
             topology=topology,
             values=values,
             compute=compute,
@@ -602,7 +594,7 @@ class Steps:
         schedule, forward_only = kind.program.schedule, kind.program.forward_only
         every, number = self._check_every, self._num_steps[forward_only] + 1
         self._num_steps[forward_only] = number
-        is_power, is_first = not number & (number - 1), kind not in self._kinds.values()
+        is_power, is_first = not number & (number - 1), forward_only not in self._learned
         self._is_due = is_power or is_first or (every > 0 and number % every == 0)
         facts, self.report = Facts(), {}
         try:
@@ -708,7 +700,7 @@ class Steps:
             self._losses.send_owed_weight()
             # Every rank sends a loss in every step, or later losses would be added to this one. No
             # rank sends the loss of a first step that has failed: see [Note: first step].
-            if kind in self._kinds.values():
+            if forward_only in self._learned:
                 self._losses.send(
                     self._losses.terms(
                         1.0, forward_only=forward_only, is_last=self._has_last_stage
@@ -766,7 +758,6 @@ class Steps:
             same("the metrics of loss_fn", metrics)
         except PipegradError:
             # All ranks raise it after the step: all results of the step are dropped everywhere.
-            self.feedback.end(lambda: True)
             if not forward_only:
                 self._sync.drop_gradients()
             raise
@@ -776,19 +767,15 @@ class Steps:
         # have seen all of them, and a rank needs them all to lower the programs of the others.
         for rank in topology.ranks_along(topology.pipeline):
             specs.update(learned[rank].specs)
-        self._keep(kind)
-        return self._result(kind, *outcome)
-
-    def _keep(self, kind: StepKind) -> None:
-        """Keeps a kind after its first step, without channels for gradients that never come."""
-        schedule, forward_only = kind.program.schedule, kind.program.forward_only
         links = tuple(
-            link._replace(differentiable=kind.specs[number].differentiable)
-            for number, link in enumerate(kind.program.links)
+            link._replace(differentiable=specs[number].differentiable)
+            for number, link in enumerate(links)
         )
-        if links != kind.program.links and not forward_only:
-            kind = self._new_kind(schedule, links, kind.specs, forward_only=False)
-        self._kinds[forward_only, schedule.num_microbatches, schedule.chunks] = kind
+        self._learned[forward_only] = links, specs
+        # Later training steps have no channels for gradients that never come.
+        if forward_only or links == kind.program.links:
+            self._kinds[forward_only, schedule.num_microbatches, schedule.chunks] = kind
+        return self._result(kind, *outcome)
 
 
 def _drop_failed(reference: weakref.ref[Steps], step: int) -> str:
