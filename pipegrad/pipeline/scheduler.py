@@ -241,8 +241,8 @@ class Scheduler:
                 is the number of microbatches, for losses that are means: see ``loss_reduction``.
                 For losses that are sums over tokens, give the number of tokens of the batch over
                 all data ranks, divided by the number of data ranks; or make the Scheduler with
-                ``loss_reduction="token_mean"``, which counts them. The ranks of stages with a loss
-                need it. Other ranks may give it too, and then the same number.
+                ``loss_reduction="token_mean"``, which counts them. All ranks give the same number,
+                because each divides the gradients of its stages.
             microbatches: Ready microbatches, instead of inputs and target. Each has the form of a
                 single argument that holds the inputs, with its labels as ``"target"``, whatever a
                 loader calls them; None or empty on ranks that need nothing. They go to the stages

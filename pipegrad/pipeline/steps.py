@@ -272,7 +272,6 @@ class Steps:
         self._topology = topology
         self._stages = {stage.index: stage for stage in pipeline.stages}
         self._has_last_stage = topology.num_stages - 1 in self._stages
-        self._has_loss = self._has_last_stage or any(stage.losses for stage in pipeline.stages)
         self.batches = Batches(
             pipeline.wiring,
             self._stages,
@@ -598,12 +597,12 @@ class Steps:
         self._is_due = is_power or is_first or (every > 0 and number % every == 0)
         facts, self.report = Facts(), {}
         try:
-            divisor, shared_divisor = self._divisors(batch, schedule.num_microbatches)
+            divisor = self._divisor(batch, schedule.num_microbatches)
             given = self.batches.cut(
                 batch, schedule.num_sequences, schedule.chunks, needs_target=not forward_only
             )
             if self._is_due:
-                facts = Facts(self.batches.numbers(given), given.rows, given.length, shared_divisor)
+                facts = Facts(self.batches.numbers(given), given.rows, given.length, divisor)
                 self._check.look_for_tables(given.passed, given.cut)
         finally:
             # All ranks come, also one that refuses its batch.
@@ -615,11 +614,8 @@ class Steps:
         self.report = given.report
         return given, divisor
 
-    def _divisors(self, batch: Batch, number: int) -> tuple[float, float | None]:
-        """Returns the divisor of losses, and the divisor to compare with other ranks.
-
-        The second is None if this rank has no stage with a loss and was given no ``loss_divisor``:
-        then its default may differ from theirs, and does no harm.
+    def _divisor(self, batch: Batch, number: int) -> float:
+        """Returns the divisor of losses, and of complete gradients.
 
         Raises:
             StepError: If it is not a number above 0, or if losses have weights.
@@ -631,7 +627,7 @@ class Steps:
                     f"loss_divisor is {chosen}, and with loss_reduction='token_mean' the weights "
                     f"that loss_fn returns divide: leave it out"
                 )
-            return 1.0, None
+            return 1.0
         if chosen is not None and self.pipeline.is_over_batch:
             raise StepError(
                 f"loss_divisor is {chosen}, and with loss_over='batch' a step has one loss: let "
@@ -640,7 +636,7 @@ class Steps:
         divisor = float(number if chosen is None else chosen)
         if not (math.isfinite(divisor) and divisor > 0):
             raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
-        return divisor, divisor if self._has_loss or chosen is not None else None
+        return divisor
 
     def _finish(self, kind: StepKind, terms: LossTerms, divisor: Tensor | float) -> None:
         """Divides and reduces gradients, after the last backward of this rank."""
