@@ -28,7 +28,6 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import forget_backwards, tree_map
 from pipegrad.interop.torch_schedule import (
     TorchSchedule,
-    check_sharded,
     check_split_backward,
     check_stages,
     divisor,
@@ -105,8 +104,7 @@ def attach(
                 "make another schedule, of new stages"
             )
         check_stages(stages)
-        check_split_backward(schedule)
-        check_sharded(schedule, stages)
+        check_split_backward(schedule, stages)
         with_stages_of(topology, stages[0])  # refuses one that does not fit
         if any(stage.is_last for stage in stages):
             refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages])

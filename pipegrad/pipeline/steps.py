@@ -19,7 +19,7 @@ import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -59,6 +59,9 @@ from pipegrad.topology import Topology
 
 _Call = tuple[Method, tuple[int, ...]]  # and its arguments
 _Keep = Callable[[object], object]  # of a point in time
+# What a rank knows after the first step of a kind: the specs of the values that it made or
+# received, by link; and the names of loss_fn's metrics, None if it computed no loss.
+Learned = tuple[dict[int, Spec], tuple[str, ...] | None]
 
 
 class StepKind:
@@ -223,19 +226,6 @@ def _recorded(method: Method, keep: _Keep, now: Callable[[], object], *arguments
     """Runs an item, and keeps the time of its end."""
     method(*arguments)
     keep(now())
-
-
-@dataclass(frozen=True)
-class Learned:
-    """The results of the first step of a kind on one rank.
-
-    Attributes:
-        specs: Specs of the values that this rank made or received, by link.
-        metrics: The names of loss_fn's metrics; None if this rank computed no loss.
-    """
-
-    specs: dict[int, Spec]
-    metrics: tuple[str, ...] | None
 
 
 class Steps:
@@ -725,6 +715,7 @@ class Steps:
         kind = self._new_kind(schedule, links, specs, forward_only=forward_only)
 
         def run() -> tuple[tuple[LossTerms, Outputs] | BaseException, Learned | None]:
+            # Returns the step's part of the result, or its error; and what this rank has learned.
             # An error is not raised inside `agree`, because `agree` would raise it on all ranks in
             # its own words. It is raised after `agree`, when all ranks have ended the step.
             try:
@@ -733,7 +724,7 @@ class Steps:
                 if nobody_comes(error):
                     raise
                 return error, None
-            return (terms, outputs), Learned(specs, terms.metrics)
+            return (terms, outputs), (specs, terms.metrics)
 
         # The step runs inside `agree`, because a rank that fails or hangs is then named on all
         # ranks.
@@ -750,19 +741,18 @@ class Steps:
         try:
             if len(learned) < len(ranks):
                 raise elsewhere(StepError, str(self._notice.read()))
-            metrics = {r: str(x.metrics) for r, x in learned.items() if x.metrics is not None}
-            same("the metrics of loss_fn", metrics)
+            metrics = {rank: names for rank, (_, names) in learned.items() if names is not None}
+            same("the metrics of loss_fn", {rank: str(names) for rank, names in metrics.items()})
         except PipegradError:
             # All ranks raise it after the step: all results of the step are dropped everywhere.
             if not forward_only:
                 self._sync.drop_gradients()
             raise
-        names = (one.metrics for one in learned.values() if one.metrics is not None)
-        self._losses.learned[forward_only] = next(names, None)
+        self._losses.learned[forward_only] = next(iter(metrics.values()), None)
         # Each rank has seen the values that it made or received. All ranks of a pipeline together
         # have seen all of them, and a rank needs them all to lower the programs of the others.
         for rank in topology.ranks_along(topology.pipeline):
-            specs.update(learned[rank].specs)
+            specs.update(learned[rank][0])
         links = tuple(
             link._replace(differentiable=specs[number].differentiable)
             for number, link in enumerate(links)
