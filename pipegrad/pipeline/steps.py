@@ -106,7 +106,6 @@ class StepKind:
         methods: dict[Op, Method] = {
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: values.receive,
-            Op.JOIN: values.join,
             Op.SEND: values.send,
             Op.RELEASE: transfers.release,
         }

@@ -130,7 +130,7 @@ class _Lowering:
         """Yields the items of each rank."""
         posts, releases = self._around(depth)
         for rank, actions in enumerate(self._program.schedule.actions):
-            links, posted, released = self._program.rank_links[rank], posts[rank], releases[rank]
+            posted, released = posts[rank], releases[rank]
             last = _last(actions, ("B", "W"))
             last_inputs = _last(actions, ("B", "I"))
             unused = set(self._program.synced)
@@ -147,11 +147,6 @@ class _Lowering:
                 if kind == "F" and stage in unused:
                     unused.remove(stage)
                     items.append(encode(Op.FIRST_USE, stage))
-                # Sum gradients of one value from several ranks before the backward that reads them,
-                # in the order of ranks, because that is the same in every step.
-                if kind in ("B", "I"):
-                    joined = filter(links.is_joined, links.made[stage])
-                    items.extend(encode(Op.JOIN, link, microbatch) for link in joined)
                 if kind == "B" and last[stage] == position:
                     items.append(encode(Op.LAST_BACKWARD, stage))
                 items.append(encode(Op.COMPUTE, action_index(action), microbatch))

@@ -28,7 +28,7 @@ from pipegrad.schedules.program.program import (
 from pipegrad.schedules.schedule import Action
 
 _FORWARD, _FULL, _INPUT, _WEIGHT = range(4)  # kinds, as COMPUTE encodes them
-_COMPUTE, _SEND, _WAIT, _JOIN = (int(o) for o in (Op.COMPUTE, Op.SEND, Op.WAIT_RECEIVE, Op.JOIN))
+_COMPUTE, _SEND, _WAIT = (int(op) for op in (Op.COMPUTE, Op.SEND, Op.WAIT_RECEIVE))
 _STARTS = (int(Op.POST_RECEIVE), _SEND)
 # A wait -> the op that starts its transfer, and the complaint if that op is missing.
 _WAITS = {
@@ -83,7 +83,6 @@ class RankRun:
             int(Op.FIRST_USE): self._first_use,
             _STARTS[0]: self._post,
             _WAIT: self._receive,
-            _JOIN: self._check_gradients,
             _COMPUTE: self._compute,
             _SEND: self._send,
         }
@@ -187,18 +186,8 @@ class RankRun:
         if is_earlier and not self._has_computed(stage, microbatch + 1, _FULL, _INPUT):
             self.refuse("it needs the gradient of what it carries to the chunk behind it")
         for link in self._links.made[stage]:
-            value = link << MICROBATCH_BITS | microbatch
-            if not self._links.is_joined(link):
-                self._check_gradients(value)
-            elif not self.has(_JOIN, value):
-                self.refuse(f"the gradients of {self._program.links[link].name!r} are not summed")
-
-    def _check_gradients(self, value: int) -> None:
-        """Refuses a backward, or a sum, before the gradients of a value are there."""
-        link, microbatch = value >> MICROBATCH_BITS, value & MICROBATCH_MASK
-        if self._program.links[link].differentiable:
             channels, consumers = self._links.gradients[link], self._links.consumers[link]
-            if not (
+            if self._program.links[link].differentiable and not (
                 all(self._has_received(channel, microbatch) for channel in channels.values())
                 and all(self._has_computed(stage, microbatch, _FULL, _INPUT) for stage in consumers)
             ):
