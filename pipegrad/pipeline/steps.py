@@ -111,7 +111,7 @@ class StepKind:
         }
         of_stages: dict[Op, Method] = {
             Op.FIRST_USE: sync.stage_first_use,
-            Op.LAST_BACKWARD: sync.stage_last_backward,
+            Op.LAST_BACKWARD: sharded.last_backward,
             Op.FINAL: sync.stage_final,
             Op.INPUTS_FINAL: weights.inputs_are_final,
             Op.SHARED_WEIGHTS: compute.compute_shared,
@@ -130,9 +130,7 @@ class StepKind:
                 if op is Op.RELEASE:  # after the last action no receive proves anything
                     arguments = which, microbatch, index < last
             else:
-                is_sharded = op is Op.LAST_BACKWARD and which in sharded.stages
-                method = sharded.last_backward if is_sharded else of_stages[op]
-                arguments = (which,)
+                method, arguments = of_stages[op], (which,)
             if times is not None:
                 method = times.watched(item, method)
             self._calls.append((method, arguments))
@@ -377,11 +375,9 @@ class Steps:
         self._measured = None
         if (numbers := read()) is None:
             return
-        schedule = self._programs.adapted(step_times.times(numbers), self._notice.step)
-        if schedule is not None:
+        if self._programs.adapt(step_times.times(numbers), self._notice.step):
             # Evaluations have the forwards of any schedule.
             self._kinds = {key: kind for key, kind in self._kinds.items() if key[0]}
-            self._programs.take(schedule)
 
     def _kind(self, schedule: Schedule, *, forward_only: bool) -> StepKind:
         """Returns the kind of step of a schedule; the first step of its kind has ended."""
