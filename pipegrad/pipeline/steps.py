@@ -111,7 +111,9 @@ class StepKind:
         }
         of_stages: dict[Op, Method] = {
             Op.FIRST_USE: sync.stage_first_use,
-            Op.LAST_BACKWARD: sharded.last_backward,
+            Op.LAST_BACKWARD: (
+                sharded.last_backward if sharded.stages else sync.stage_last_backward
+            ),
             Op.FINAL: sync.stage_final,
             Op.INPUTS_FINAL: weights.inputs_are_final,
             Op.SHARED_WEIGHTS: compute.compute_shared,
