@@ -345,15 +345,13 @@ class Scheduler:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of this rank's handlers and codecs.
 
-        It contains the result of `GradientSync.state_dict` and the errors of codecs; empty if there
-        is nothing. It can be loaded on the same rank, with the same plan.
+        It is the result of `GradientSync.state_dict`, with the errors of codecs; empty if there is
+        nothing. It can be loaded on the same rank, with the same plan.
 
         Raises:
             StepError: Inside a step.
         """
-        state, errors = self.sync.state_dict(), self._steps.feedback.state_dict()
-        plan = {"plan": self.sync.plan.digest, "handlers": {}}
-        return {**plan, **state, "codecs": errors} if errors else state
+        return self.sync.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with a result of `state_dict` of this rank; all else starts anew.
@@ -365,10 +363,7 @@ class Scheduler:
                 is invalid, or belongs to another cut. Then they start anew.
             StepError: Inside a step.
         """
-        self._steps.feedback.clear()
-        self.sync.load_state_dict({key: v for key, v in state.items() if key != "codecs"})
-        if not self.codecs.is_none:
-            self._steps.feedback.load(state.get("codecs", {}), sorted(self.topology.ranks))
+        self.sync.load_state_dict(state)
 
     @property
     def schedule(self) -> Schedule:

@@ -39,7 +39,7 @@ from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.batch import Batch, Batches, Given, joined
 from pipegrad.pipeline.cells import Autocast, Compute, Method
 from pipegrad.pipeline.checks import checks_of
-from pipegrad.pipeline.codings import Feedback
+from pipegrad.pipeline.codings import CODECS, Feedback
 from pipegrad.pipeline.compare import BatchCheck, Facts
 from pipegrad.pipeline.device_transfers import DeviceTransfers
 from pipegrad.pipeline.edges import Edges, Spec
@@ -301,6 +301,8 @@ class Steps:
         held = [[(e.name, e.shape) for e in stage] for stage in sync.manifest.stages]
         words = f"{held} {pipeline.wiring.links} {topology.stage_to_rank}"
         self.feedback = Feedback(hashlib.sha256(words.encode()).hexdigest())
+        if not pipeline.codecs.is_none:
+            sync.stateful[CODECS] = self.feedback
         self._notice = FailureNotice(f"step {name}")  # it counts the steps of all kinds
         # By forward_only: links and specs, when the first step of a kind has ended on all ranks.
         self._learned: dict[bool, tuple[Sequence[Link], dict[int, Spec]]] = {}
