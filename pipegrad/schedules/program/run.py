@@ -70,7 +70,6 @@ class RankRun:
         self._program, self._links = program, program.rank_links[rank]
         schedule = program.schedule
         self._stages = [s for s, holder in enumerate(schedule.stage_to_rank) if holder == rank]
-        self._synced = program.synced.intersection(self._stages)
         # The computes to come, as items encode them, from the last one to the next.
         actions = schedule.actions[rank]
         self._due = [action_index(a) << MICROBATCH_BITS | a.microbatch for a in reversed(actions)]
@@ -80,7 +79,6 @@ class RankRun:
         self._weights_left = dict.fromkeys(self._stages, schedule.num_microbatches)
         self._announced: dict[int, Op] = {}
         self._checks: dict[int, Callable[[int], None]] = {
-            int(Op.FIRST_USE): self._first_use,
             _STARTS[0]: self._post,
             _WAIT: self._receive,
             _COMPUTE: self._compute,
@@ -165,7 +163,7 @@ class RankRun:
         self._free_buffers(stage, kind, microbatch)
 
     def _check_forward(self, stage: int, microbatch: int) -> None:
-        if stage in self._synced and not self.has(Op.FIRST_USE, stage << MICROBATCH_BITS):
+        if stage in self._program.synced and not self.has(Op.FIRST_USE, stage << MICROBATCH_BITS):
             self.refuse(f"nobody has waited for the parameters of stage {stage}")
         for link in self._links.taken[stage]:
             if link in self._links.values:
@@ -219,10 +217,6 @@ class RankRun:
                 self._hold(BUFFERS, -len(self._links.gradients[link]))
 
     # Stages.
-
-    def _first_use(self, rest: int) -> None:
-        if rest >> MICROBATCH_BITS not in self._synced:
-            self.refuse("nothing is on its way")
 
     def _announce(self, op: Op, stage: int) -> None:
         left = self._weights_left if op is Op.FINAL else self._inputs_left
