@@ -48,7 +48,7 @@ from pipegrad.pipeline.place import Place
 from pipegrad.pipeline.programs import Programs, StepTimes
 from pipegrad.pipeline.shares import shares, warn_of_labels
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.transfers import PeerFailedError, Transfers
+from pipegrad.pipeline.transfers import Transfers
 from pipegrad.pipeline.values import Values
 from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.pipeline.wiring import WiredPipeline
@@ -641,7 +641,7 @@ class Steps:
             sync.finish(divisor=late)
         if not training or sync.is_accumulating:
             # A training step that reduces has checked failures of other ranks in `finish`.
-            self._notice.refuse_failed(PeerFailedError)
+            self._notice.refuse_failed(StepError)
 
     def _fail(self, kind: StepKind, error: BaseException, *, begun: bool) -> None:
         """Ends a failed step: posts the error, and sends everything that other ranks wait for.

@@ -45,7 +45,7 @@ import torch.distributed as dist
 from pipegrad.comm import sync_points
 from pipegrad.comm.collectives import HEADERS, TRANSFERS
 from pipegrad.comm.sync_points import HostWork, Work
-from pipegrad.errors import StepError
+from pipegrad.errors import StepError, following
 from pipegrad.pipeline.codings import CodecChoice, Coding, Feedback
 from pipegrad.pipeline.edges import Edges, Inbox, Key, Spec, header, read_header
 from pipegrad.schedules.program.program import Channel
@@ -168,12 +168,6 @@ class End:
         return spec if self.coding is None else self.coding.on_wire(spec)
 
 
-class PeerFailedError(StepError):
-    """A value never came, because another rank failed first."""
-
-    follows = True
-
-
 class Transfers:
     """One rank's end of all transfers of a kind of step, between processors.
 
@@ -259,8 +253,8 @@ class Transfers:
         It returns None for the gradient of a value that has none.
 
         Raises:
-            PeerFailedError: If it will never come.
-            StepError: If a header is wrong. The transfer stays in doubt.
+            StepError: If it will never come; it follows from another rank's failure. Or if a header
+                is wrong. Then the transfer stays in doubt.
 
         Sync: the current stream waits, and the host where its backend blocks it.
         """
@@ -268,7 +262,7 @@ class Transfers:
         if spec is None:
             if known is not None and not known.differentiable:
                 return None
-            raise PeerFailedError("another rank failed before it made a value for this one")
+            raise following(StepError("another rank failed before it made a value for this one"))
         coding = self._ends[channel].coding
         if coding is None or coding.on_wire(spec) is spec:
             return message

@@ -137,7 +137,7 @@ class Values:
         """Waits for a value or a gradient from another rank, and keeps it.
 
         Raises:
-            PeerFailedError: If the value never came. A gradient may be missing: then its producer
+            StepError: If the value never came. A gradient may be missing: then its producer
                 has no backward to run.
         """
         link, kind, source, _ = self._channels[channel]
