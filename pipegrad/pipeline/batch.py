@@ -334,6 +334,11 @@ class Batches:
             for path in [*leaves, *whole]
         }
         given.cut = table.keys()
+        if not given.sizes:  # a loss of its stages counts by the rows of a microbatch, too
+            passed = leaves_of({n: x for n, x in given.passed.items() if n not in self._whole})
+            lengths = {len(leaf) for leaf in passed.values() if is_cut(leaf)}
+            if len(lengths) == 1 and min(lengths) >= number:
+                given.sizes = _even(min(lengths), number)
         return _split(values, table, number)
 
     def _by_rows(
