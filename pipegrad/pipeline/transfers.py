@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,6 @@ class Receive:
     spec: Spec | None = None
 
 
-@dataclass(slots=True, eq=False)
 class Sizes:
     """The sizes of a link between two ranks, equal on both of them; see [Note: shapes].
 
@@ -93,14 +92,10 @@ class Sizes:
             known.
     """
 
-    spec: Spec | None
-    largest: int = field(init=False)
-    capacity: int = field(init=False)
-    like: Spec = field(init=False)
-    unread: deque[Receive] = field(default_factory=deque)
-
-    def __post_init__(self) -> None:
-        self.capacity = self.largest = 0 if self.spec is None else self.spec.nbytes
+    def __init__(self, spec: Spec | None) -> None:
+        self.spec = spec
+        self.capacity = self.largest = 0 if spec is None else spec.nbytes
+        self.unread = deque[Receive]()
         self._fit()
 
     def check_size(self, spec: Spec) -> None:
