@@ -586,7 +586,9 @@ class Steps:
         self._is_due = is_power or is_first or (every > 0 and number % every == 0)
         facts, self.report = Facts(), {}
         try:
-            divisor = self._divisor(batch, schedule.num_microbatches)
+            divisor = 1.0 if self._losses.is_weighted else float(schedule.num_microbatches)
+            if batch.loss_divisor is not None:
+                divisor = self._checked_divisor(batch.loss_divisor)
             given = self.batches.cut(
                 batch, schedule.num_sequences, schedule.chunks, needs_target=not forward_only
             )
@@ -603,26 +605,23 @@ class Steps:
         self.report = given.report
         return given, divisor
 
-    def _divisor(self, batch: Batch, number: int) -> float:
-        """Returns the divisor of losses, and of complete gradients.
+    def _checked_divisor(self, chosen: float) -> float:
+        """Returns a ``loss_divisor``, the divisor of losses and of complete gradients.
 
         Raises:
             StepError: If it is not a number above 0, or if losses have weights.
         """
-        chosen = batch.loss_divisor
         if self._losses.is_weighted:
-            if chosen is not None:
-                raise StepError(
-                    f"loss_divisor is {chosen}, and with loss_reduction='token_mean' the weights "
-                    f"that loss_fn returns divide: leave it out"
-                )
-            return 1.0
-        if chosen is not None and self.pipeline.is_over_batch:
+            raise StepError(
+                f"loss_divisor is {chosen}, and with loss_reduction='token_mean' the weights "
+                f"that loss_fn returns divide: leave it out"
+            )
+        if self.pipeline.is_over_batch:
             raise StepError(
                 f"loss_divisor is {chosen}, and with loss_over='batch' a step has one loss: let "
                 f"loss_fn divide it"
             )
-        divisor = float(number if chosen is None else chosen)
+        divisor = float(chosen)
         if not (math.isfinite(divisor) and divisor > 0):
             raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
         return divisor
