@@ -44,7 +44,6 @@ _RECORDS = {
     "partition.generation": ("CacheAt",),
     "pipeline.compare": ("Facts",),
     "pipeline.edges": ("Spec",),
-    "pipeline.steps": ("Learned",),
     "pipeline.wiring": ("Described",),
     "simulation.costs": ("CodecCosts", "HostCosts", "LinkCosts", "Network", "StageCosts"),
     "simulation.timeline": ("Span",),

@@ -24,8 +24,8 @@ class GradScaler(torch.amp.GradScaler):
     construct it, and step the same optimizers in the same order.
 
     A `Scheduler` scales automatically. `StepResult.loss` is not scaled, because the Scheduler
-    begins backward with the scale. A ``loss_fn`` that returns ``scaler.scale(loss)`` is not scaled
-    once more::
+    begins backward with the scale. In its ``loss_fn`` ``scaler.scale(loss)`` returns the loss
+    itself::
 
         optimizer = scheduler.optimizer(torch.optim.AdamW, lr=1e-3)
         scaler = pipegrad.GradScaler(scheduler.sync)
@@ -56,6 +56,7 @@ class GradScaler(torch.amp.GradScaler):
         is_scaled: Whether a loss was scaled on this rank since `update`. Then the step of an
             optimizer without the scaler raises StepError.
         is_stepping: Whether `step` runs.
+        is_in_scheduler: Whether a Scheduler runs a step, and scales.
 
     Sync: `unscale_`, or `step` without it, sends one all-reduce of a few numbers, on the current
     stream, for which the host waits.
@@ -74,7 +75,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(**options)
         self._sync = sync
         self.is_scaled = False
-        self._has_caller_scaled = False  # whether that was by `scale`, inside of a step
+        self.is_in_scheduler = False
         # For the gradients of one step: True if any rank has unscaled some of the sync's gradients,
         # and the ids of this rank's main parameters whose gradients are unscaled.
         self._is_unscaled = False
@@ -88,19 +89,19 @@ class GradScaler(torch.amp.GradScaler):
     # The loss.
 
     def scale(self, outputs: Any) -> Any:  # noqa: ANN401 - torch's signature
-        """Multiplies a tensor, or several, by the scale, unless gradients are disabled."""
-        if not torch.is_grad_enabled():
+        """Multiplies a tensor, or several, by the scale.
+
+        It returns them as they are if gradients are disabled, and in the steps of a Scheduler.
+        """
+        if self.is_in_scheduler or not torch.is_grad_enabled():
             return outputs
         self.is_scaled = True
-        self._has_caller_scaled |= self._sync.is_in_step
         return super().scale(outputs)
 
-    def begin_backward(self) -> torch.Tensor | None:
-        """Returns the scale, a scalar on the device: a Scheduler begins a backward with it.
-
-        None if `scale` was called in this step.
-        """
-        return None if self._has_caller_scaled else self._scale
+    def begin_backward(self) -> torch.Tensor:
+        """Returns the scale, a scalar on the device: a Scheduler begins a backward with it."""
+        assert self._scale is not None
+        return self._scale
 
     # The gradients.
 
@@ -157,7 +158,7 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Sets the next scale: smaller after an overflow, larger after many steps without one."""
         super().update(new_scale)
-        self.is_scaled = self._has_caller_scaled = False
+        self.is_scaled = False
 
     def _unscale_grads_(
         self,

@@ -54,7 +54,6 @@ from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard
 from pipegrad.plan.options import SyncKeywords
 from pipegrad.plugins.handler import (
-    GradientHandler,
     HandlerSpec,
     OuterOptimizer,
     ParameterRecord,
@@ -114,6 +113,8 @@ class GradientSync(Step):
         device: Device of this rank's gradients.
         tape: Forwards times of this rank to a recorder, if there is one.
         outer_optimizer: Joins replicas that train alone; None if there are none.
+        stateful: The objects whose states `state_dict` has, by name: handlers, and what a
+            `Scheduler` keeps for codecs.
 
     Raises:
         AgreementError: On all ranks, if ranks disagree, or a rank failed or did not arrive.
@@ -148,10 +149,10 @@ class GradientSync(Step):
         self._agree_seconds = slow_seconds(agreed.device, agree_seconds)
         super().__init__(agreed, modules, agree_seconds=self._agree_seconds)
         self.tape = self._reducer.tape
-        self._stateful: dict[str, GradientHandler | OuterOptimizer] = dict(agreed.plugins)
+        self.stateful: dict[str, Any] = dict(agreed.plugins)
         self.outer_optimizer = self._outer_optimizer()
         if self.outer_optimizer is not None:
-            self._stateful[self.plan.independent_by] = self.outer_optimizer
+            self.stateful[self.plan.independent_by] = self.outer_optimizer
         self._synchronize()
         self._watch.start()
         _every.add(self)
@@ -408,7 +409,7 @@ class GradientSync(Step):
                 "state_dict() before the step of the optimizer was published, so the outer "
                 "optimizer has not run: call wait_parameters() before, on all ranks"
             )
-        states = {name: of.state_dict() for name, of in self._stateful.items()}
+        states = {name: of.state_dict() for name, of in self.stateful.items()}
         states = {name: state for name, state in states.items() if state}
         return {"plan": self.plan.digest, "handlers": states} if states else {}
 
@@ -428,7 +429,7 @@ class GradientSync(Step):
         self._check("load_state_dict")
         try:
             replies = agree("load_state_dict", partial(self._load, state), ranks=self._ranks)
-            for name in self._stateful:
+            for name in self.stateful:
                 sources = {
                     r: x[name] for r, x in zip(self._ranks, replies, strict=True) if name in x
                 }
@@ -436,7 +437,7 @@ class GradientSync(Step):
         except (PlanError, AgreementError) as error:
             # All start anew, because ranks with and without a loaded state would compute different
             # means.
-            for stateful in self._stateful.values():
+            for stateful in self.stateful.values():
                 stateful.load_state_dict({})
             if self.outer_optimizer is not None:  # some replicas may have their own parameters
                 self._synchronize()
@@ -454,7 +455,7 @@ class GradientSync(Step):
                 "buckets or ranks; it fits into its own plan alone"
             )
         saved = state.get("handlers", {})
-        for name, stateful in self._stateful.items():
+        for name, stateful in self.stateful.items():
             try:
                 stateful.load_state_dict(saved.get(name, {}))
             except Exception as error:

@@ -27,7 +27,7 @@ class ShardedStages:
         sync: The gradient layer. While it accumulates, no backward is the last.
 
     Attributes:
-        stages: Stages with a part that FSDP2 shards. The methods are for these alone.
+        stages: Stages with a part that FSDP2 shards.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], sync: GradientSync) -> None:
@@ -65,7 +65,7 @@ class ShardedStages:
         # While steps accumulate, no backward is the last for FSDP2, because it would reduce, and
         # the next steps would add to a reduced gradient.
         if not self._sync.is_accumulating:
-            _set_last_backward(self._parts[stage], is_last=True)
+            _set_last_backward(self._parts.get(stage, []), is_last=True)
 
     def forget(self) -> None:
         """Drops the gradients of a failed step, because the next step must not add to them."""

@@ -28,17 +28,14 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import forget_backwards, tree_map
 from pipegrad.interop.torch_schedule import (
     TorchSchedule,
-    check_sharded,
     check_split_backward,
     check_stages,
     divisor,
     forward_of,
-    leave,
     num_microbatches,
     refuse_other_shapes,
     refuse_written_outputs,
     renew_inputs,
-    replace,
     stage_ticks,
     stages_of,
     with_stages_of,
@@ -92,7 +89,7 @@ def attach(
         The `GradientSync` of the schedule, for clipping, statistics and its plan.
 
     Raises:
-        PlanError: If the schedule is attached already. If it splits backward on torch before 2.13,
+        PlanError: If the schedule was attached before. If it splits backward on torch before 2.13,
             whose split gradients are wrong (pytorch#180952). If it splits backward and FSDP2
             reshards after forward, because torch then loses gradients. If its loss has parameters
             that no stage holds. On all ranks alike.
@@ -101,14 +98,13 @@ def attach(
     stages = stages_of(schedule)
 
     def check() -> None:
-        if any(not s._pipegrad.is_closed for s in stages if hasattr(s, "_pipegrad")):
+        if any(hasattr(stage, "_pipegrad") for stage in stages):
             raise PlanError(
-                "this schedule is attached already; attach once, before training, or close() the "
-                "GradientSync that attach returned, and attach again"
+                "this schedule is attached already: attach once, before training. After close() "
+                "make another schedule, of new stages"
             )
         check_stages(stages)
-        check_split_backward(schedule)
-        check_sharded(schedule, stages)
+        check_split_backward(schedule, stages)
         with_stages_of(topology, stages[0])  # refuses one that does not fit
         if any(stage.is_last for stage in stages):
             refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages])
@@ -116,8 +112,6 @@ def attach(
     # Check everything that can fail on one rank alone inside `agree`, because all ranks must raise.
     # Replace methods only after that.
     agree("attach", check, timeout_seconds=options.get("agree_seconds", AGREE_SECONDS))
-    for instance in (schedule, *stages):
-        leave(instance)  # removes the methods of an earlier attach, which is closed
     staged = with_stages_of(topology, stages[0])
     sync = GradientSync(
         {stage.stage_index: stage.submod for stage in stages},
@@ -166,7 +160,7 @@ def _follow_step(
                 sync.finish()  # raises on all ranks alike, and has ended the step then
         return result
 
-    replace(schedule, {"step": synced_step})
+    vars(schedule)["step"] = synced_step
 
 
 def _fail(
@@ -259,8 +253,7 @@ def _follow_stage(
         "forward_one_chunk": awaited_forward,
         "backward_one_chunk": watched_backward,
     }
-    replace(stage, methods | _reductions(stage, sync, reduced))
-    stage._pipegrad = sync  # type: ignore[attr-defined]
+    vars(stage).update(methods | _reductions(stage, sync, reduced), _pipegrad=sync)
 
 
 def _reductions(

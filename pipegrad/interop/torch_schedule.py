@@ -1,8 +1,8 @@
-"""Reads torch schedules, and replaces methods of their instances."""
+"""Reads torch schedules and their stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,24 +24,6 @@ TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 _IS_OLD = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 _BACKWARDS = ("B", "W", "I")  # torch's letters: full backward, weight gradient, input gradient
-
-
-def replace(instance: object, methods: Mapping[str, Callable[..., object]]) -> None:
-    """Replaces methods of an instance. `leave` restores them."""
-    # Keep only the first original, because several wrappers may replace one method. It is the
-    # method from before `attach`, or None for a method of the class.
-    originals = vars(instance).setdefault("_pipegrad_before", {})
-    for name, method in methods.items():
-        originals.setdefault(name, vars(instance).get(name))
-        vars(instance)[name] = method
-
-
-def leave(instance: object) -> None:
-    """Restores the methods that an instance had before `attach`."""
-    for name, method in vars(instance).pop("_pipegrad_before", {}).items():
-        del vars(instance)[name]
-        if method is not None:
-            vars(instance)[name] = method
 
 
 def stages_of(schedule: TorchSchedule) -> list[PipelineStageBase]:
@@ -202,21 +184,16 @@ def refuse_written_outputs(stage: PipelineStageBase, versions: dict[tuple[int, i
         )
 
 
-def check_split_backward(schedule: TorchSchedule) -> None:
-    """Refuses a split backward on a torch version that computes wrong gradients with it."""
+def check_split_backward(schedule: TorchSchedule, stages: Sequence[PipelineStageBase]) -> None:
+    """Refuses a split backward with which torch computes wrong gradients, or loses some."""
     splits = any(letter in ("I", "W") for _, _, letter in _backwards(schedule))
     if splits and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         raise PlanError(
             f"{type(schedule).__name__} splits backward, and torch {torch.__version__} computes "
             f"wrong gradients then (pytorch#180952): use torch 2.13, or a schedule without split"
         )
-
-
-def check_sharded(schedule: TorchSchedule, stages: Sequence[PipelineStageBase]) -> None:
-    """Refuses FSDP2 with a split backward that needs parameters which were resharded."""
     # torch computes W later than the backward. If FSDP2 has resharded a module after its forward,
     # torch silently drops the gradients, because the parameters that W would write to are gone.
-    splits = any(letter == "W" for _, _, letter in _backwards(schedule))
     for stage in stages if splits else ():
         for part in fsdp_modules({0: stage.submod})[0]:
             # torch itself keeps the root gathered.

@@ -314,7 +314,8 @@ class Batches:
         """Returns the inputs of this rank's stages, cut along their rows."""
         given.passed = self._by_name(batch.inputs, batch.named, batch.target)
         values = self._taken_here(given.passed, needs_target=needs_target)
-        counts = self._counts(batch.rows_of, values)
+        known, asked = self._rules.rows_of(values), batch.rows_of
+        counts = self._counts(known, asked) if known or asked is not None else {}
         if batch.rows_of is not None:
             given.passed["rows_of"] = {path: torch.tensor(counts[path]) for path in batch.rows_of}
         along = self._rules.samples_along(values)
@@ -333,6 +334,11 @@ class Batches:
             for path in [*leaves, *whole]
         }
         given.cut = table.keys()
+        if not given.sizes:  # a loss of its stages counts by the rows of a microbatch, too
+            passed = leaves_of({n: x for n, x in given.passed.items() if n not in self._whole})
+            lengths = {len(leaf) for leaf in passed.values() if is_cut(leaf)}
+            if len(lengths) == 1 and min(lengths) >= number:
+                given.sizes = _even(min(lengths), number)
         return _split(values, table, number)
 
     def _by_rows(
@@ -347,12 +353,6 @@ class Batches:
         dims = {path: along.get(path) or 0 for path in tensors}
         lengths = {path: x.shape[dims[path]] for path, x in tensors.items()}
         counts = {path: numbers for path, numbers in counts.items() if path in tensors}
-        for path, numbers in counts.items():
-            if sum(numbers) != lengths[path]:
-                raise StepError(
-                    f"rows_of[{path!r}] adds up to {sum(numbers)}, and the tensor has "
-                    f"{lengths[path]} rows"
-                )
         rows = {path: length for path, length in lengths.items() if path not in counts}
         if self._rest is not None and max(rows.values(), default=1) > 1:
             # If other tensors have many rows, one of a single row belongs to no sample: it is a
@@ -377,16 +377,10 @@ class Batches:
             given.sizes = sizes = _even(given.rows, number)
         table: _Table = {path: (sizes, dims[path]) for path in rows}
         for path, numbers in counts.items():
-            if len(numbers) != given.rows:
-                raise StepError(
-                    f"rows_of[{path!r}] has {len(numbers)} numbers, and the batch has {given.rows} "
-                    f"samples: give a number for each, 0 for one that has no rows"
-                )
-            left = iter(numbers)
-            table[path] = [sum(islice(left, size)) for size in sizes], 0
+            table[path] = _at_borders(path, numbers, lengths[path], sizes), 0
         return table
 
-    def _counts(self, rows_of: object, values: _Values) -> dict[str, list[int]]:
+    def _counts(self, known: Mapping[str, Counts], rows_of: object) -> dict[str, list[int]]:
         """Returns the number of rows of each sample, by tensor, where rows are no samples.
 
         The numbers of the caller override those of the model.
@@ -406,7 +400,7 @@ class Batches:
                     f"{self._taken}"
                 )
         counts = dict[str, list[int]]()
-        for path, given in {**self._rules.rows_of(values), **(rows_of or {})}.items():
+        for path, given in {**known, **(rows_of or {})}.items():
             numbers = given.tolist() if isinstance(given, Tensor) else given
             is_list = isinstance(numbers, tuple | list)
             if not is_list or not all(type(n) is int and n >= 0 for n in numbers):
@@ -454,6 +448,21 @@ class Batches:
         given.sizes = sizes
         given.length = totals.pop() if len(totals) == 1 else None
         return pieces
+
+
+def _at_borders(path: str, numbers: Sequence[int], length: int, sizes: Sequence[int]) -> list[int]:
+    """Returns the sizes of pieces of a tensor that has some rows of each sample."""
+    if sum(numbers) != length:
+        raise StepError(
+            f"rows_of[{path!r}] adds up to {sum(numbers)}, and the tensor has {length} rows"
+        )
+    if len(numbers) != sum(sizes):
+        raise StepError(
+            f"rows_of[{path!r}] has {len(numbers)} numbers, and the batch has {sum(sizes)} "
+            f"samples: give a number for each, 0 for one that has no rows"
+        )
+    left = iter(numbers)
+    return [sum(islice(left, size)) for size in sizes]
 
 
 def _by_time(

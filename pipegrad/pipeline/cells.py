@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Number as AnyNumber
 from typing import Any, TypeGuard
 
 import torch
@@ -160,11 +159,14 @@ class Compute:
             for index, stage in stages.items()
             if stage.recompute and sync is not None
         }
+        self._scaler: GradScaler | None = None
         self.forget()
 
     def forget(self) -> None:
         """Drops all references of a step."""
-        self._scaler: GradScaler | None = None
+        if self._scaler is not None:
+            self._scaler.is_in_scheduler = False
+        self._scaler = None
         self._cells = dict[Key, Cell]()  # by stage and microbatch
         self._targets: Sequence[object] | None = None
         self._leaves = dict[int, Sequence[Tensor]]()  # by microbatch, until the loss over all
@@ -182,7 +184,8 @@ class Compute:
         self._keeps_outputs = keeps_outputs
         self._scaler = None if self._sync is None else self._sync.scaler
         if self._scaler is not None:
-            self._scaler.is_scaled = True  # on all ranks, whichever of them have the losses
+            # On all ranks, whichever of them have the losses.
+            self._scaler.is_scaled = self._scaler.is_in_scheduler = True
         if self._splits:
             self._weights.begin()
 
@@ -284,13 +287,19 @@ class Compute:
             self._carry(stage, cell, returned[end:], is_second=is_second)
         return returned[:num_outputs]
 
-    def _carry(
-        self, stage: int, cell: Cell, values: tuple[object, ...], *, is_second: bool
-    ) -> None:
+    @staticmethod
+    def _carry(stage: int, cell: Cell, values: tuple[object, ...], *, is_second: bool) -> None:
         """Keeps values of a forward for the next chunk; see [Note: handed on in a stage]."""
         trees = [flattened(value) for value in values]
         every = [leaf for leaves, _ in trees for _, leaf in leaves]
-        _refuse_hidden(stage, every)
+        for leaf in every:
+            hidden = {} if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {})
+            if any(map(_has_gradient, leaves_of(hidden).values())):  # it would keep the graph
+                raise StepError(
+                    f"stage {stage} carries a {type(leaf).__name__}, which holds tensors with a "
+                    f"gradient: carry these in dicts, lists or tuples, or make its class known by "
+                    f"torch.utils._pytree.register_pytree_node"
+                )
         cell.handed_on = list(filter(_has_gradient, every))
         if not is_second:
             cell.leaves = [root.detach().requires_grad_() for root in cell.handed_on]
@@ -485,14 +494,6 @@ class Compute:
                 f"loss.float(), and compute it of float32"
             )
         scale = scaler.begin_backward()
-        if scale is None:
-            if any(stage.losses for stage in self._stages.values()):
-                raise StepError(
-                    "loss_fn has called scaler.scale(), which does not scale the losses that a "
-                    "stage beside it makes: return the loss itself, and the Scheduler scales all "
-                    "of them"
-                )
-            return counted(torch.full_like(loss, exact), share).to(loss.dtype)
         # The host waits for nothing, because the scale stays on its device.
         scaled = scale.to(torch.promote_types(loss.dtype, scale.dtype)) / self._terms.divisor
         return counted(scaled, share).to(loss.device, loss.dtype).reshape(loss.shape)
@@ -510,25 +511,6 @@ class Compute:
         """
         waiting = [cell.products for (at, _), cell in self._cells.items() if at == stage]
         self._weights.compute_shared(stage, waiting)
-
-
-def _refuse_hidden(stage: int, leaves: Sequence[object]) -> None:
-    """Refuses an object that holds tensors with a gradient, because they would keep the graph."""
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor | AnyNumber | str | None) and _hides(leaf):
-            raise StepError(
-                f"stage {stage} carries a {type(leaf).__name__}, which holds tensors with a "
-                f"gradient: carry these in dicts, lists or tuples, or make its class known by "
-                f"torch.utils._pytree.register_pytree_node"
-            )
-
-
-def _hides(value: object, depth: int = 4) -> bool:
-    """Returns True if an object holds a tensor with a gradient, in itself or in its parts."""
-    if _has_gradient(value):
-        return True
-    parts = getattr(value, "__dict__", {}).values() if depth else ()
-    return any(_hides(x, depth - 1) for part in parts for _, x in flattened(part)[0])
 
 
 def _has_gradient(leaf: object) -> TypeGuard[Tensor]:

@@ -27,7 +27,7 @@ on the first.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,13 +35,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipegrad.comm.agreement import agree
-from pipegrad.errors import PipegradError, PlanError, ScheduleError, StepError
+from pipegrad.errors import PlanError, ScheduleError, StepError
 from pipegrad.pipeline.edges import Spec
 from pipegrad.plugins.codec import CARRIED, Carried, CodecSpec, EdgeCodec, codecs
 from pipegrad.plugins.registry import ResolvedPlugin
 
 NONE = "none"
+CODECS = "errors of codecs"  # their state among the states of handlers
 _SHOWN = 20  # hops in a message
 
 Hop = tuple[int, int]  # two pipeline ranks, the lower one first
@@ -298,12 +298,6 @@ class Feedback:
         # nan and inf do not stay, because a step that overflowed would spoil all that follow.
         self.pending[position] = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
-    def clear(self) -> None:
-        """Drops all errors."""
-        self._errors.clear()
-        self.pending.clear()
-        self._has_failed = None
-
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of all errors, on the host, and their cut; empty if there are none.
 
@@ -316,21 +310,15 @@ class Feedback:
         }
         return {"cut": self._cut, "errors": errors} if errors else {}
 
-    def load(self, state: Mapping[str, Any], ranks: Sequence[int]) -> None:
-        """Replaces its errors by a `state_dict` of this rank; all of these ranks call it.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replaces its errors by a `state_dict` of this rank; by nothing if that is empty.
 
         Raises:
-            PlanError: If a rank was given something else, or errors of another cut; on all ranks.
-                Then none has errors.
+            PlanError: If it is something else, or has errors of another cut.
         """
-        self.clear()
-        try:
-            agree("the state of codecs", lambda: self._load(state), ranks=ranks)
-        except PipegradError as error:
-            self.clear()
-            raise PlanError(str(error)) from error
-
-    def _load(self, state: Mapping[str, Any]) -> None:
+        self._errors.clear()
+        self.pending.clear()
+        self._has_failed = None
         # Positions are numbers. The same number is another value in another cut, often of the same
         # shape.
         if not isinstance(state, Mapping):

@@ -46,7 +46,7 @@ class Facts:
         numbers: The results of `number_of`, by name of the argument.
         rows: The number of rows of its batch; None if it cut nothing.
         length: The length in time, if it was cut alike for all rows; else None.
-        divisor: Its loss_divisor; None if this rank has none to compare.
+        divisor: Its loss_divisor, or the default.
         news: Events of its optimizers since the last comparison: see `OptimizerWatch.news`.
     """
 

@@ -146,8 +146,8 @@ class Programs:
         """True if steps are to be measured."""
         return isinstance(self.spec, MeasuredGenerator) and self.spec.wants_times
 
-    def adapted(self, times: Times, step: int) -> Schedule | None:
-        """Returns another schedule for the next training step; None if it stays as it is.
+    def adapt(self, times: Times, step: int) -> bool:
+        """Replaces the schedule of the next training steps if the times require it; returns if so.
 
         Raises:
             PipegradError: If a rank cannot make the schedule, or does not come; on all ranks that
@@ -157,7 +157,7 @@ class Programs:
         assert isinstance(self.spec, MeasuredGenerator)  # nothing else has steps measured
         generator = self.spec.planned(times)
         if generator is self.spec:
-            return None
+            return False
 
         def make() -> tuple[Schedule, tuple[str, str]]:
             schedule = self._generated(generator, self.schedule.num_microbatches)
@@ -165,16 +165,12 @@ class Programs:
 
         # Nothing on this rank changes before all ranks have agreed, because a rank whose agreement
         # fails continues with the schedule of the others.
-        schedule = self._agreed("another schedule", make, f"schedule/{step}")
+        self.schedule = self._agreed("another schedule", make, f"schedule/{step}")
         self.spec = generator
-        return schedule
-
-    def take(self, schedule: Schedule) -> None:
-        """Replaces the schedule by a result of `adapted`, on all ranks alike."""
-        self.schedule = schedule
         # They were made for the schedule before. All ranks drop them at once, because in
         # `of_number` a rank sends no grid of a schedule that all have compared.
         self._others.clear()
+        return True
 
     # Other numbers of microbatches.
 

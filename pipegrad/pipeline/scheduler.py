@@ -12,8 +12,7 @@ for x, y in data:
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Never, Unpack
 
@@ -37,7 +36,6 @@ from pipegrad.pipeline.steps import Steps
 from pipegrad.pipeline.wiring import Loss, ScheduleSpec, agree_on_wiring, synced_stages
 from pipegrad.plan.options import CHECK_EVERY, GradientKeywords
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
-from pipegrad.plugins.registry import closest_first
 from pipegrad.schedules import Program, Proof, Schedule
 from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.program.lower import DEPTH
@@ -142,7 +140,7 @@ class Scheduler:
             whole=whole,
             codecs=codecs,
             depth=depth,
-            complaint=_complaint_of(options),
+            options=options,
             timeout_seconds=agree_seconds,
         )
         self.topology = pipeline.topology
@@ -241,8 +239,8 @@ class Scheduler:
                 is the number of microbatches, for losses that are means: see ``loss_reduction``.
                 For losses that are sums over tokens, give the number of tokens of the batch over
                 all data ranks, divided by the number of data ranks; or make the Scheduler with
-                ``loss_reduction="token_mean"``, which counts them. The ranks of stages with a loss
-                need it. Other ranks may give it too, and then the same number.
+                ``loss_reduction="token_mean"``, which counts them. All ranks give the same number,
+                because each divides the gradients of its stages.
             microbatches: Ready microbatches, instead of inputs and target. Each has the form of a
                 single argument that holds the inputs, with its labels as ``"target"``, whatever a
                 loader calls them; None or empty on ranks that need nothing. They go to the stages
@@ -347,15 +345,13 @@ class Scheduler:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of this rank's handlers and codecs.
 
-        It contains the result of `GradientSync.state_dict` and the errors of codecs; empty if there
-        is nothing. It can be loaded on the same rank, with the same plan.
+        It is the result of `GradientSync.state_dict`, with the errors of codecs; empty if there is
+        nothing. It can be loaded on the same rank, with the same plan.
 
         Raises:
             StepError: Inside a step.
         """
-        state, errors = self.sync.state_dict(), self._steps.feedback.state_dict()
-        plan = {"plan": self.sync.plan.digest, "handlers": {}}
-        return {**plan, **state, "codecs": errors} if errors else state
+        return self.sync.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with a result of `state_dict` of this rank; all else starts anew.
@@ -367,10 +363,7 @@ class Scheduler:
                 is invalid, or belongs to another cut. Then they start anew.
             StepError: Inside a step.
         """
-        self._steps.feedback.clear()
-        self.sync.load_state_dict({key: v for key, v in state.items() if key != "codecs"})
-        if not self.codecs.is_none:
-            self._steps.feedback.load(state.get("codecs", {}), sorted(self.topology.ranks))
+        self.sync.load_state_dict(state)
 
     @property
     def schedule(self) -> Schedule:
@@ -427,16 +420,6 @@ class Scheduler:
     def close(self) -> None:
         """Ends comm streams and destroys process groups, once; every rank must call it."""
         self._steps.close()
-
-
-def _complaint_of(options: Collection[str]) -> str:
-    """Returns a message about unknown names of further options; "" if all are known."""
-    fields = GradientKeywords.__annotations__.keys()
-    if not (unknown := sorted(set(options) - fields)):
-        return ""
-    known = (fields | inspect.signature(Scheduler).parameters.keys()) - {"stages", "topology"}
-    closest = closest_first(unknown[0], known - {"options"})
-    return f"Scheduler has no option {unknown[0]!r}; allowed, closest first: {closest}"
 
 
 @contextlib.contextmanager

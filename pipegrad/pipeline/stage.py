@@ -74,10 +74,11 @@ class Stage:
         losses: Names of losses that the stage makes itself, such as the balance loss of experts.
             The module returns them after its outputs, or by name: tensors of one element. They are
             added to the loss as one of loss_fn is: divided by the number of microbatches, or by
-            ``loss_divisor``. With ``loss_reduction="token_mean"`` the module must return sums over
-            its tokens, because they are divided by the sum of all weights. Several stages may have
-            a loss of one name. A stage with losses need not have outputs, unless it is the last
-            one.
+            ``loss_divisor``. If a batch may have microbatches of different rows, give it to the
+            ranks of these stages, too, because such a loss counts by rows. With
+            ``loss_reduction="token_mean"`` the module must return sums over its tokens, because
+            they are divided by the sum of all weights. Several stages may have a loss of one name.
+            A stage with losses need not have outputs, unless it is the last one.
         carry: Names of values that the stage passes from one chunk of time to the next, on its
             rank, with the gradient flowing back: see ``chunks`` of `Scheduler.step`. They are the
             last parameters of ``module.forward``, which are None in the first chunk of a sequence,

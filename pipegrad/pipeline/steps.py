@@ -19,7 +19,7 @@ import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -39,7 +39,7 @@ from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.batch import Batch, Batches, Given, joined
 from pipegrad.pipeline.cells import Autocast, Compute, Method
 from pipegrad.pipeline.checks import checks_of
-from pipegrad.pipeline.codings import Feedback
+from pipegrad.pipeline.codings import CODECS, Feedback
 from pipegrad.pipeline.compare import BatchCheck, Facts
 from pipegrad.pipeline.device_transfers import DeviceTransfers
 from pipegrad.pipeline.edges import Edges, Spec
@@ -48,7 +48,7 @@ from pipegrad.pipeline.place import Place
 from pipegrad.pipeline.programs import Programs, StepTimes
 from pipegrad.pipeline.shares import shares, warn_of_labels
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.transfers import PeerFailedError, Transfers
+from pipegrad.pipeline.transfers import Transfers
 from pipegrad.pipeline.values import Values
 from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.pipeline.wiring import WiredPipeline
@@ -59,6 +59,9 @@ from pipegrad.topology import Topology
 
 _Call = tuple[Method, tuple[int, ...]]  # and its arguments
 _Keep = Callable[[object], object]  # of a point in time
+# What a rank knows after the first step of a kind: the specs of the values that it made or
+# received, by link; and the names of loss_fn's metrics, None if it computed no loss.
+Learned = tuple[dict[int, Spec], tuple[str, ...] | None]
 
 
 class StepKind:
@@ -75,7 +78,6 @@ class StepKind:
         self,
         program: Program,
         proof: Proof,
-        specs: dict[int, Spec],
         *,
         topology: Topology,
         values: Values,
@@ -88,7 +90,6 @@ class StepKind:
     ) -> None:
         self.program = program
         self.proof = proof
-        self.specs = specs
         self.times = times
         # It may not refer to this object, which refers to it, because the threads of an unused
         # Scheduler would then wait for the garbage collector.
@@ -105,13 +106,14 @@ class StepKind:
         methods: dict[Op, Method] = {
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: values.receive,
-            Op.JOIN: values.join,
             Op.SEND: values.send,
             Op.RELEASE: transfers.release,
         }
         of_stages: dict[Op, Method] = {
             Op.FIRST_USE: sync.stage_first_use,
-            Op.LAST_BACKWARD: sync.stage_last_backward,
+            Op.LAST_BACKWARD: (
+                sharded.last_backward if sharded.stages else sync.stage_last_backward
+            ),
             Op.FINAL: sync.stage_final,
             Op.INPUTS_FINAL: weights.inputs_are_final,
             Op.SHARED_WEIGHTS: compute.compute_shared,
@@ -130,9 +132,7 @@ class StepKind:
                 if op is Op.RELEASE:  # after the last action no receive proves anything
                     arguments = which, microbatch, index < last
             else:
-                is_sharded = op is Op.LAST_BACKWARD and which in sharded.stages
-                method = sharded.last_backward if is_sharded else of_stages[op]
-                arguments = (which,)
+                method, arguments = of_stages[op], (which,)
             if times is not None:
                 method = times.watched(item, method)
             self._calls.append((method, arguments))
@@ -227,19 +227,6 @@ def _recorded(method: Method, keep: _Keep, now: Callable[[], object], *arguments
     keep(now())
 
 
-@dataclass(frozen=True)
-class Learned:
-    """The results of the first step of a kind on one rank.
-
-    Attributes:
-        specs: Specs of the values that this rank made or received, by link.
-        metrics: The names of loss_fn's metrics; None if this rank computed no loss.
-    """
-
-    specs: dict[int, Spec]
-    metrics: tuple[str, ...] | None
-
-
 class Steps:
     """Runs the steps of a Scheduler on this rank.
 
@@ -274,7 +261,6 @@ class Steps:
         self._topology = topology
         self._stages = {stage.index: stage for stage in pipeline.stages}
         self._has_last_stage = topology.num_stages - 1 in self._stages
-        self._has_loss = self._has_last_stage or any(stage.losses for stage in pipeline.stages)
         self.batches = Batches(
             pipeline.wiring,
             self._stages,
@@ -315,10 +301,12 @@ class Steps:
         held = [[(e.name, e.shape) for e in stage] for stage in sync.manifest.stages]
         words = f"{held} {pipeline.wiring.links} {topology.stage_to_rank}"
         self.feedback = Feedback(hashlib.sha256(words.encode()).hexdigest())
+        if not pipeline.codecs.is_none:
+            sync.stateful[CODECS] = self.feedback
         self._notice = FailureNotice(f"step {name}")  # it counts the steps of all kinds
-        # By forward_only, number of microbatches, and chunks. There is none before the first step
-        # of any number has ended on all ranks.
-        self._kinds: dict[tuple[bool, int, int], StepKind] = {}
+        # By forward_only: links and specs, when the first step of a kind has ended on all ranks.
+        self._learned: dict[bool, tuple[Sequence[Link], dict[int, Spec]]] = {}
+        self._kinds: dict[tuple[bool, int, int], StepKind] = {}  # and microbatches, and chunks
         # A function that returns the numbers of the last measured step, and their reader.
         self._measured: tuple[Callable[[], list[float] | None], StepTimes] | None = None
         self._closing = contextlib.ExitStack()  # each is called, whatever another raises
@@ -330,9 +318,10 @@ class Steps:
     def proven(self) -> tuple[Program, Proof]:
         """The Program of a training step of the Scheduler's own number, and its proof."""
         # The first step shows which values have a gradient. Others have no channel back.
-        schedule = self._programs.schedule
-        kind = self._kinds.get((False, schedule.num_microbatches, schedule.chunks))
-        return self._programs.first if kind is None else (kind.program, kind.proof)
+        if False not in self._learned:
+            return self._programs.first
+        kind = self._kind(self._programs.schedule, forward_only=False)
+        return kind.program, kind.proof
 
     def close(self) -> None:
         """Ends comm streams and destroys process groups, once; every rank must call it."""
@@ -372,13 +361,9 @@ class Steps:
             except BaseException as error:  # noqa: BLE001 - raised in the step
                 # Other ranks may run a step of the Scheduler's own number: [Note: other numbers].
                 schedule, batch = programs.schedule, batch._replace(error=error)
-            key = forward_only, schedule.num_microbatches, schedule.chunks
-            known = next((k for k in self._kinds if k[0] is forward_only), None)
-            if known is None:
+            if forward_only not in self._learned:
                 return self._run_first(schedule, batch, forward_only=forward_only)
-            if key not in self._kinds:
-                self._kinds[key] = self._like_known(schedule, self._kinds[known])
-            kind = self._kinds[key]
+            kind = self._kind(schedule, forward_only=forward_only)
             result = self._result(kind, *self._run(kind, batch))
             if kind.times is not None:
                 # A message, not the result: that may hold large outputs.
@@ -394,26 +379,22 @@ class Steps:
         self._measured = None
         if (numbers := read()) is None:
             return
-        schedule = self._programs.adapted(step_times.times(numbers), self._notice.step)
-        if schedule is not None:
-            key = False, schedule.num_microbatches, schedule.chunks
-            known = next(kind for (is_forward, *_), kind in self._kinds.items() if not is_forward)
-            kind = self._like_known(schedule, known)
+        if self._programs.adapt(step_times.times(numbers), self._notice.step):
             # Evaluations have the forwards of any schedule.
-            self._kinds = {key: kind for key, kind in self._kinds.items() if key[0]} | {key: kind}
-            self._programs.take(schedule)
+            self._kinds = {key: kind for key, kind in self._kinds.items() if key[0]}
 
-    def _like_known(self, schedule: Schedule, known: StepKind) -> StepKind:
-        """Returns a kind of step with another schedule, and the specs of a known kind."""
-        program = known.program
-        try:
-            return self._new_kind(
-                schedule, program.links, known.specs, forward_only=program.forward_only
-            )
-        except BaseException as error:
-            # Ctrl-C may come in a long proof. Other ranks run the step and wait for this one.
-            self._leave(error)
-            raise
+    def _kind(self, schedule: Schedule, *, forward_only: bool) -> StepKind:
+        """Returns the kind of step of a schedule; the first step of its kind has ended."""
+        key = forward_only, schedule.num_microbatches, schedule.chunks
+        if key not in self._kinds:
+            links, specs = self._learned[forward_only]
+            try:
+                self._kinds[key] = self._new_kind(schedule, links, specs, forward_only=forward_only)
+            except BaseException as error:
+                # Ctrl-C may come in a long proof. Other ranks run the step and wait for this one.
+                self._leave(error)
+                raise
+        return self._kinds[key]
 
     def _new_kind(
         self,
@@ -470,7 +451,6 @@ class Steps:
         return StepKind(
             program,
             proof,
-            specs,
             topology=topology,
             values=values,
             compute=compute,
@@ -602,16 +582,18 @@ class Steps:
         schedule, forward_only = kind.program.schedule, kind.program.forward_only
         every, number = self._check_every, self._num_steps[forward_only] + 1
         self._num_steps[forward_only] = number
-        is_power, is_first = not number & (number - 1), kind not in self._kinds.values()
+        is_power, is_first = not number & (number - 1), forward_only not in self._learned
         self._is_due = is_power or is_first or (every > 0 and number % every == 0)
         facts, self.report = Facts(), {}
         try:
-            divisor, shared_divisor = self._divisors(batch, schedule.num_microbatches)
+            divisor = 1.0 if self._losses.is_weighted else float(schedule.num_microbatches)
+            if batch.loss_divisor is not None:
+                divisor = self._checked_divisor(batch.loss_divisor)
             given = self.batches.cut(
                 batch, schedule.num_sequences, schedule.chunks, needs_target=not forward_only
             )
             if self._is_due:
-                facts = Facts(self.batches.numbers(given), given.rows, given.length, shared_divisor)
+                facts = Facts(self.batches.numbers(given), given.rows, given.length, divisor)
                 self._check.look_for_tables(given.passed, given.cut)
         finally:
             # All ranks come, also one that refuses its batch.
@@ -623,32 +605,26 @@ class Steps:
         self.report = given.report
         return given, divisor
 
-    def _divisors(self, batch: Batch, number: int) -> tuple[float, float | None]:
-        """Returns the divisor of losses, and the divisor to compare with other ranks.
-
-        The second is None if this rank has no stage with a loss and was given no ``loss_divisor``:
-        then its default may differ from theirs, and does no harm.
+    def _checked_divisor(self, chosen: float) -> float:
+        """Returns a ``loss_divisor``, the divisor of losses and of complete gradients.
 
         Raises:
             StepError: If it is not a number above 0, or if losses have weights.
         """
-        chosen = batch.loss_divisor
         if self._losses.is_weighted:
-            if chosen is not None:
-                raise StepError(
-                    f"loss_divisor is {chosen}, and with loss_reduction='token_mean' the weights "
-                    f"that loss_fn returns divide: leave it out"
-                )
-            return 1.0, None
-        if chosen is not None and self.pipeline.is_over_batch:
+            raise StepError(
+                f"loss_divisor is {chosen}, and with loss_reduction='token_mean' the weights "
+                f"that loss_fn returns divide: leave it out"
+            )
+        if self.pipeline.is_over_batch:
             raise StepError(
                 f"loss_divisor is {chosen}, and with loss_over='batch' a step has one loss: let "
                 f"loss_fn divide it"
             )
-        divisor = float(number if chosen is None else chosen)
+        divisor = float(chosen)
         if not (math.isfinite(divisor) and divisor > 0):
             raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
-        return divisor, divisor if self._has_loss or chosen is not None else None
+        return divisor
 
     def _finish(self, kind: StepKind, terms: LossTerms, divisor: Tensor | float) -> None:
         """Divides and reduces gradients, after the last backward of this rank."""
@@ -664,7 +640,7 @@ class Steps:
             sync.finish(divisor=late)
         if not training or sync.is_accumulating:
             # A training step that reduces has checked failures of other ranks in `finish`.
-            self._notice.refuse_failed(PeerFailedError)
+            self._notice.refuse_failed(StepError)
 
     def _fail(self, kind: StepKind, error: BaseException, *, begun: bool) -> None:
         """Ends a failed step: posts the error, and sends everything that other ranks wait for.
@@ -708,7 +684,7 @@ class Steps:
             self._losses.send_owed_weight()
             # Every rank sends a loss in every step, or later losses would be added to this one. No
             # rank sends the loss of a first step that has failed: see [Note: first step].
-            if kind in self._kinds.values():
+            if forward_only in self._learned:
                 self._losses.send(
                     self._losses.terms(
                         1.0, forward_only=forward_only, is_last=self._has_last_stage
@@ -737,6 +713,7 @@ class Steps:
         kind = self._new_kind(schedule, links, specs, forward_only=forward_only)
 
         def run() -> tuple[tuple[LossTerms, Outputs] | BaseException, Learned | None]:
+            # Returns the step's part of the result, or its error; and what this rank has learned.
             # An error is not raised inside `agree`, because `agree` would raise it on all ranks in
             # its own words. It is raised after `agree`, when all ranks have ended the step.
             try:
@@ -745,7 +722,7 @@ class Steps:
                 if nobody_comes(error):
                     raise
                 return error, None
-            return (terms, outputs), Learned(specs, terms.metrics)
+            return (terms, outputs), (specs, terms.metrics)
 
         # The step runs inside `agree`, because a rank that fails or hangs is then named on all
         # ranks.
@@ -762,33 +739,27 @@ class Steps:
         try:
             if len(learned) < len(ranks):
                 raise elsewhere(StepError, str(self._notice.read()))
-            metrics = {r: str(x.metrics) for r, x in learned.items() if x.metrics is not None}
-            same("the metrics of loss_fn", metrics)
+            metrics = {rank: names for rank, (_, names) in learned.items() if names is not None}
+            same("the metrics of loss_fn", {rank: str(names) for rank, names in metrics.items()})
         except PipegradError:
             # All ranks raise it after the step: all results of the step are dropped everywhere.
-            self.feedback.end(lambda: True)
             if not forward_only:
                 self._sync.drop_gradients()
             raise
-        names = (one.metrics for one in learned.values() if one.metrics is not None)
-        self._losses.learned[forward_only] = next(names, None)
+        self._losses.learned[forward_only] = next(iter(metrics.values()), None)
         # Each rank has seen the values that it made or received. All ranks of a pipeline together
         # have seen all of them, and a rank needs them all to lower the programs of the others.
         for rank in topology.ranks_along(topology.pipeline):
-            specs.update(learned[rank].specs)
-        self._keep(kind)
-        return self._result(kind, *outcome)
-
-    def _keep(self, kind: StepKind) -> None:
-        """Keeps a kind after its first step, without channels for gradients that never come."""
-        schedule, forward_only = kind.program.schedule, kind.program.forward_only
+            specs.update(learned[rank][0])
         links = tuple(
-            link._replace(differentiable=kind.specs[number].differentiable)
-            for number, link in enumerate(kind.program.links)
+            link._replace(differentiable=specs[number].differentiable)
+            for number, link in enumerate(links)
         )
-        if links != kind.program.links and not forward_only:
-            kind = self._new_kind(schedule, links, kind.specs, forward_only=False)
-        self._kinds[forward_only, schedule.num_microbatches, schedule.chunks] = kind
+        self._learned[forward_only] = links, specs
+        # Later training steps have no channels for gradients that never come.
+        if forward_only or links == kind.program.links:
+            self._kinds[forward_only, schedule.num_microbatches, schedule.chunks] = kind
+        return self._result(kind, *outcome)
 
 
 def _drop_failed(reference: weakref.ref[Steps], step: int) -> str:

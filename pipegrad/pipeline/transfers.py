@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ import torch.distributed as dist
 from pipegrad.comm import sync_points
 from pipegrad.comm.collectives import HEADERS, TRANSFERS
 from pipegrad.comm.sync_points import HostWork, Work
-from pipegrad.errors import StepError
+from pipegrad.errors import StepError, following
 from pipegrad.pipeline.codings import CodecChoice, Coding, Feedback
 from pipegrad.pipeline.edges import Edges, Inbox, Key, Spec, header, read_header
 from pipegrad.schedules.program.program import Channel
@@ -78,7 +78,6 @@ class Receive:
     spec: Spec | None = None
 
 
-@dataclass(slots=True, eq=False)
 class Sizes:
     """The sizes of a link between two ranks, equal on both of them; see [Note: shapes].
 
@@ -93,14 +92,10 @@ class Sizes:
             known.
     """
 
-    spec: Spec | None
-    largest: int = field(init=False)
-    capacity: int = field(init=False)
-    like: Spec = field(init=False)
-    unread: deque[Receive] = field(default_factory=deque)
-
-    def __post_init__(self) -> None:
-        self.capacity = self.largest = 0 if self.spec is None else self.spec.nbytes
+    def __init__(self, spec: Spec | None) -> None:
+        self.spec = spec
+        self.capacity = self.largest = 0 if spec is None else spec.nbytes
+        self.unread = deque[Receive]()
         self._fit()
 
     def check_size(self, spec: Spec) -> None:
@@ -166,12 +161,6 @@ class End:
     def on_wire(self, spec: Spec) -> Spec:
         """Returns the spec of a value's message."""
         return spec if self.coding is None else self.coding.on_wire(spec)
-
-
-class PeerFailedError(StepError):
-    """A value never came, because another rank failed first."""
-
-    follows = True
 
 
 class Transfers:
@@ -259,8 +248,8 @@ class Transfers:
         It returns None for the gradient of a value that has none.
 
         Raises:
-            PeerFailedError: If it will never come.
-            StepError: If a header is wrong. The transfer stays in doubt.
+            StepError: If it will never come; it follows from another rank's failure. Or if a header
+                is wrong. Then the transfer stays in doubt.
 
         Sync: the current stream waits, and the host where its backend blocks it.
         """
@@ -268,7 +257,7 @@ class Transfers:
         if spec is None:
             if known is not None and not known.differentiable:
                 return None
-            raise PeerFailedError("another rank failed before it made a value for this one")
+            raise following(StepError("another rank failed before it made a value for this one"))
         coding = self._ends[channel].coding
         if coding is None or coding.on_wire(spec) is spec:
             return message

@@ -8,9 +8,8 @@
                                           4. inputs_of       its forward begins
                                           5. release         its backward has run
     7. receive        the gradient        6. send            the gradient goes back
-    8. join           if there are several
-    9. gradients_of   its backward begins
-    10. release
+    8. gradients_of   its backward begins
+    9. release
 
 In a split backward all of this comes with I, because the products hold the factors that W
 multiplies. If a consumer is a stage of the producer's rank, `produce` and `release` pass the value
@@ -138,7 +137,7 @@ class Values:
         """Waits for a value or a gradient from another rank, and keeps it.
 
         Raises:
-            PeerFailedError: If the value never came. A gradient may be missing: then its producer
+            StepError: If the value never came. A gradient may be missing: then its producer
                 has no backward to run.
         """
         link, kind, source, _ = self._channels[channel]
@@ -260,19 +259,6 @@ class Values:
 
     # Gradients.
 
-    def join(self, link: int, microbatch: int) -> None:
-        """Sums the gradients of a value that several ranks took.
-
-        Gradients are added in the order of ranks, not of arrival, because floating-point sums
-        depend on their order, and the bits must be the same in every run.
-        """
-        held, total = self._held[link, microbatch], None
-        for _, term in sorted(held.gradients.items()):
-            # The first term has arrived, or is a gradient of this rank; no other code reads it.
-            if term is not None:
-                total = term if total is None else total.add_(term)
-        held.gradients = {self._rank: total}
-
     def gradients_of(
         self, stage: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -281,10 +267,11 @@ class Values:
         for root, link in zip(outputs, self._made[stage], strict=True):
             if not root.requires_grad:
                 continue
-            gradients_here = self._held[link, microbatch].gradients
+            by_rank = self._held[link, microbatch].gradients
             del self._held[link, microbatch]
-            (rank,) = gradients_here
-            if (gradient := gradients_here[rank]) is not None:
+            rank, *others = by_rank
+            gradient = _summed(by_rank) if others else by_rank[rank]
+            if gradient is not None:
                 roots += (root,)
                 gradients += (gradient,)
         return roots, gradients
@@ -373,6 +360,20 @@ class Values:
         """Waits for a value or a gradient that no stage will read, unless it has come."""
         held = self._held.get((self._channels[channel].link, microbatch))
         self._transfers.drop(channel, microbatch, None if held is None else held.spec)
+
+
+def _summed(by_rank: Mapping[int, Tensor | None]) -> Tensor | None:
+    """Returns the sum of the gradients of a value that several ranks took; overwrites one of them.
+
+    They are added in the order of ranks, not of arrival, because floating-point sums depend on
+    their order, and the bits must be the same in every run.
+    """
+    total: Tensor | None = None
+    for _, term in sorted(by_rank.items()):
+        # The first term has arrived, or is a gradient of this rank; no other code reads it.
+        if term is not None:
+            total = term if total is None else total.add_(term)
+    return total
 
 
 def _overlapping(owners: Sequence[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -32,6 +32,7 @@ from pipegrad.schedules.schedule import Action, Kind, Schedule
 DEPTH = 2
 Transfer = int  # as items encode it: a channel and a microbatch
 _Sent = tuple["array[int]", "array[int]"]  # transfers of an edge, and their positions
+_ByPosition = defaultdict[int, list[Transfer]]
 
 
 def chain(num_stages: int) -> tuple[Link, ...]:
@@ -127,10 +128,9 @@ class _Lowering:
 
     def items(self, depth: int) -> Iterator[array[int]]:
         """Yields the items of each rank."""
-        sent = self._by_edge()
-        released = self._releases(sent)
+        posts, releases = self._around(depth)
         for rank, actions in enumerate(self._program.schedule.actions):
-            links, posted = self._program.rank_links[rank], self._posts(rank, sent, depth)
+            posted, released = posts[rank], releases[rank]
             last = _last(actions, ("B", "W"))
             last_inputs = _last(actions, ("B", "I"))
             unused = set(self._program.synced)
@@ -143,15 +143,10 @@ class _Lowering:
                 # has arrived.
                 items.extend(_items(Op.POST_RECEIVE, posted.pop(position, ())))
                 items.extend(_items(Op.WAIT_RECEIVE, self._needs[rank][position]))
-                items.extend(_items(Op.RELEASE, released[rank].pop(position, ())))
+                items.extend(_items(Op.RELEASE, released.pop(position, ())))
                 if kind == "F" and stage in unused:
                     unused.remove(stage)
                     items.append(encode(Op.FIRST_USE, stage))
-                # Sum gradients of one value from several ranks before the backward that reads them,
-                # in the order of ranks, because that is the same in every step.
-                if kind in ("B", "I"):
-                    joined = filter(links.is_joined, links.made[stage])
-                    items.extend(encode(Op.JOIN, link, microbatch) for link in joined)
                 if kind == "B" and last[stage] == position:
                     items.append(encode(Op.LAST_BACKWARD, stage))
                 items.append(encode(Op.COMPUTE, action_index(action), microbatch))
@@ -169,7 +164,7 @@ class _Lowering:
                     items.append(encode(Op.FINAL, stage))
             # Release these sends at the end of the step, where the rank waits for them, because no
             # message proves that they have arrived.
-            items.extend(_items(Op.RELEASE, released[rank][len(actions)]))
+            items.extend(_items(Op.RELEASE, released[len(actions)]))
             yield items
 
     def _transfers(self, rank: int) -> Iterator[tuple[tuple[Transfer, ...], tuple[Transfer, ...]]]:
@@ -210,40 +205,30 @@ class _Lowering:
                     positions.append(position)
         return edges
 
-    def _posts(
-        self, rank: int, sent: Mapping[tuple[int, int], _Sent], depth: int
-    ) -> defaultdict[int, list[Transfer]]:
-        """Returns the receives that a rank posts, by position; -1 is the start of the step.
+    def _around(self, depth: int) -> tuple[list[_ByPosition], list[_ByPosition]]:
+        """Returns for each rank, by position, the receives that it posts, and its sends to release.
 
-        They are posted in the order of their edge: when the transfer that is `depth` earlier, or a
-        later one, is waited for.
+        Receives are posted in the order of their edge: when the transfer that is `depth` earlier,
+        or a later one, is waited for; -1 is the start of the step. A send is released when it has
+        arrived. A peer waits for a transfer and then sends a message back. If this rank has
+        received that message, the transfer has arrived. The first such message is used, or the end
+        of the step.
         """
-        posts, end = defaultdict[int, list[Transfer]](list), len(self._needs[rank])
-        for (_, target), (transfers, _) in sorted(sent.items()):
-            if target == rank:
-                waits = [self._waited.get(transfer, end) for transfer in transfers]
-                firsts = [*accumulate(reversed(waits), min)][::-1]
-                for transfer, position in zip(transfers, [-1] * depth + firsts, strict=False):
-                    posts[position].append(transfer)
-        return posts
-
-    def _releases(
-        self, sent: Mapping[tuple[int, int], _Sent]
-    ) -> list[defaultdict[int, list[Transfer]]]:
-        """Returns for each rank, by position, the sends that have arrived by then, or at the end.
-
-        A peer waits for a transfer and then sends a message back. If this rank has received that
-        message, the transfer has arrived. The first such message is used.
-        """
-        releases = [defaultdict[int, list[Transfer]](list) for _ in self._needs]
-        for (rank, peer), (transfers, _) in sorted(sent.items()):
-            back, positions = sent.get((peer, rank), (array("q"), array("q")))
-            for transfer in transfers:
-                answer = bisect_left(positions, self._waited.get(transfer, len(self._needs[peer])))
-                end = len(self._needs[rank])
+        posts = [_ByPosition(list) for _ in self._needs]
+        releases = [_ByPosition(list) for _ in self._needs]
+        sent = self._by_edge()
+        for (source, target), (transfers, _) in sorted(sent.items()):
+            end, end_there = len(self._needs[source]), len(self._needs[target])
+            waits = [self._waited.get(transfer, end_there) for transfer in transfers]
+            firsts = [*accumulate(reversed(waits), min)][::-1]
+            for transfer, position in zip(transfers, [-1] * depth + firsts, strict=False):
+                posts[target][position].append(transfer)
+            back, positions = sent.get((target, source), (array("q"), array("q")))
+            for transfer, wait in zip(transfers, waits, strict=True):
+                answer = bisect_left(positions, wait)
                 proven = self._waited.get(back[answer], end) if answer < len(back) else end
-                releases[rank][proven].append(transfer)
-        return releases
+                releases[source][proven].append(transfer)
+        return posts, releases
 
 
 def _items(op: Op, transfers: Iterable[Transfer]) -> Iterator[int]:

@@ -23,21 +23,20 @@ OP_MASK, MICROBATCH_MASK, KIND_MASK = 2**OP_BITS - 1, 2**MICROBATCH_BITS - 1, 2*
 class Op(IntEnum):
     """The operation of an item.
 
-    The number in an item is a channel for transfers, a link for JOIN, a stage and a kind for
-    COMPUTE, and a stage for all others.
+    The number in an item is a channel for transfers, a stage and a kind for COMPUTE, and a stage
+    for all others.
     """
 
     FIRST_USE = 0  # wait for the parameter sync of a stage
     POST_RECEIVE = 1  # start to receive a transfer into a buffer
     WAIT_RECEIVE = 2  # wait until the transfer has arrived
-    JOIN = 3  # sum the gradients that the consumers of a value sent back
-    LAST_BACKWARD = 4  # the next backward of a stage is the last: parameters become final in it
-    COMPUTE = 5
-    SEND = 6  # start a transfer; does not wait
-    RELEASE = 7  # the transfer has arrived: free the sent tensor
-    FINAL = 8  # the gradients of a stage are complete
-    INPUTS_FINAL = 9  # all input gradients of a stage are computed, but not all weight gradients
-    SHARED_WEIGHTS = 10  # compute the weight gradients that other ranks wait for
+    LAST_BACKWARD = 3  # the next backward of a stage is the last: parameters become final in it
+    COMPUTE = 4
+    SEND = 5  # start a transfer; does not wait
+    RELEASE = 6  # the transfer has arrived: free the sent tensor
+    FINAL = 7  # the gradients of a stage are complete
+    INPUTS_FINAL = 8  # all input gradients of a stage are computed, but not all weight gradients
+    SHARED_WEIGHTS = 9  # compute the weight gradients that other ranks wait for
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", "-")
@@ -98,7 +97,7 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule with its transfers and sums. `lower` makes it.
+    """A schedule with its transfers. `lower` makes it.
 
     Reductions are not in it, because each is launched with the last gradient of its bucket, in the
     order of the plan (`print(sync.plan)`).
@@ -174,9 +173,6 @@ class Program:
             way, peer = _PEERS[op], self.peer(item)
             rank = peer if ranks is None else ranks[peer]
             text = f"{self.transfer(which, microbatch)} {way} rank {rank}"
-        elif op is Op.JOIN:
-            link = self.links[which]
-            text = f"gradients of {link.name} of {link.producer}F{microbatch}"
         else:
             text = f"stage {which}"
         return f"{op!s:<15}{text}"
@@ -244,7 +240,3 @@ class RankLinks:
                 self.gradients[of_link][source] = number
             elif source == rank:
                 self.returned[of_link] = number
-
-    def is_joined(self, link: int) -> bool:
-        """Returns True if gradients of a value come from several ranks, and are summed."""
-        return len(self.gradients[link]) + bool(self.consumers[link]) > 1

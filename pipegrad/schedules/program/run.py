@@ -28,7 +28,7 @@ from pipegrad.schedules.program.program import (
 from pipegrad.schedules.schedule import Action
 
 _FORWARD, _FULL, _INPUT, _WEIGHT = range(4)  # kinds, as COMPUTE encodes them
-_COMPUTE, _SEND, _WAIT, _JOIN = (int(o) for o in (Op.COMPUTE, Op.SEND, Op.WAIT_RECEIVE, Op.JOIN))
+_COMPUTE, _SEND, _WAIT = (int(op) for op in (Op.COMPUTE, Op.SEND, Op.WAIT_RECEIVE))
 _STARTS = (int(Op.POST_RECEIVE), _SEND)
 # A wait -> the op that starts its transfer, and the complaint if that op is missing.
 _WAITS = {
@@ -70,7 +70,6 @@ class RankRun:
         self._program, self._links = program, program.rank_links[rank]
         schedule = program.schedule
         self._stages = [s for s, holder in enumerate(schedule.stage_to_rank) if holder == rank]
-        self._synced = program.synced.intersection(self._stages)
         # The computes to come, as items encode them, from the last one to the next.
         actions = schedule.actions[rank]
         self._due = [action_index(a) << MICROBATCH_BITS | a.microbatch for a in reversed(actions)]
@@ -80,10 +79,8 @@ class RankRun:
         self._weights_left = dict.fromkeys(self._stages, schedule.num_microbatches)
         self._announced: dict[int, Op] = {}
         self._checks: dict[int, Callable[[int], None]] = {
-            int(Op.FIRST_USE): self._first_use,
             _STARTS[0]: self._post,
             _WAIT: self._receive,
-            _JOIN: self._check_gradients,
             _COMPUTE: self._compute,
             _SEND: self._send,
         }
@@ -170,7 +167,7 @@ class RankRun:
         self._free_buffers(stage, kind, microbatch)
 
     def _check_forward(self, stage: int, microbatch: int) -> None:
-        if stage in self._synced and not self.has(Op.FIRST_USE, stage << MICROBATCH_BITS):
+        if stage in self._program.synced and not self.has(Op.FIRST_USE, stage << MICROBATCH_BITS):
             self.refuse(f"nobody has waited for the parameters of stage {stage}")
         for link in self._links.taken[stage]:
             if link in self._links.values:
@@ -191,18 +188,8 @@ class RankRun:
         if is_earlier and not self._has_computed(stage, microbatch + 1, _FULL, _INPUT):
             self.refuse("it needs the gradient of what it carries to the chunk behind it")
         for link in self._links.made[stage]:
-            value = link << MICROBATCH_BITS | microbatch
-            if not self._links.is_joined(link):
-                self._check_gradients(value)
-            elif not self.has(_JOIN, value):
-                self.refuse(f"the gradients of {self._program.links[link].name!r} are not summed")
-
-    def _check_gradients(self, value: int) -> None:
-        """Refuses a backward, or a sum, before the gradients of a value are there."""
-        link, microbatch = value >> MICROBATCH_BITS, value & MICROBATCH_MASK
-        if self._program.links[link].differentiable:
             channels, consumers = self._links.gradients[link], self._links.consumers[link]
-            if not (
+            if self._program.links[link].differentiable and not (
                 all(self._has_received(channel, microbatch) for channel in channels.values())
                 and all(self._has_computed(stage, microbatch, _FULL, _INPUT) for stage in consumers)
             ):
@@ -234,10 +221,6 @@ class RankRun:
                 self._hold(BUFFERS, -len(self._links.gradients[link]))
 
     # Stages.
-
-    def _first_use(self, rest: int) -> None:
-        if rest >> MICROBATCH_BITS not in self._synced:
-            self.refuse("nothing is on its way")
 
     def _announce(self, op: Op, stage: int) -> None:
         left = self._weights_left if op is Op.FINAL else self._inputs_left

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, codecs, measure_costs, simulate
+from pipegrad.pipeline.codings import CODECS
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pipeline.codecs import Fails, Holds, RefusesOdd
 from tests.support.pipeline.layers import counted, one_stage_each
@@ -139,7 +140,7 @@ def test_errors_are_those_of_one_scheduler_and_shape_and_can_be_saved() -> None:
         x, target = batch(9)
         first.evaluate(x, target=target)
         state = first.state_dict()
-    kept = state.get("codecs", {})
+    kept = state.get("handlers", {}).get(CODECS, {})
     links = [[], [0], [1]][rank()]
     assert sorted(kept.get("errors", {})) == [
         f"{link} of {m}" for link in links for m in range(MICROBATCHES)
@@ -148,11 +149,12 @@ def test_errors_are_those_of_one_scheduler_and_shape_and_can_be_saved() -> None:
         second.load_state_dict(state)
         assert [train(second, seed) for seed in (2, 3)] == whole[2:]
         for refused, words in (
-            ({"plan": "of another", "codecs": {}}, "of another plan"),
+            ({"plan": "of another", "handlers": {}}, "of another plan"),
             ({**kept, "errors": {"x": 1}}, "'x' is no error of a codec"),
             ({**kept, "cut": "another"}, "the state of codecs is of another cut"),
         ):
-            given = refused if "plan" in refused else {**state, "codecs": refused if rank() else {}}
+            wrong = {**state, "handlers": {CODECS: refused}} if rank() else state
+            given = refused if "plan" in refused else wrong
             assert words in outcome(partial(second.load_state_dict, given))
         assert second.state_dict() == {}
     # The last stage's own gradients see no codec of gradients.
@@ -219,7 +221,7 @@ def test_errors_of_a_refused_or_failed_step_are_dropped_on_all_ranks() -> None:
     # Errors of a failed step are dropped on all ranks. They were added to the gradients of the next
     # step, in place of those of the step before.
     def kept(scheduler: Scheduler) -> dict[str, list[float]]:
-        errors = scheduler.state_dict().get("codecs", {}).get("errors", {})
+        errors = scheduler.state_dict().get("handlers", {}).get(CODECS, {}).get("errors", {})
         return {name: error.tolist() for name, error in errors.items()}
 
     with closing(made("topk")) as never:

@@ -59,16 +59,18 @@ class Attached:
 
 
 @pytest.mark.ranks(4)
-def test_a_step_behind_close_is_refused_and_the_schedule_is_attached_again() -> None:
+def test_behind_close_a_step_is_refused_and_another_schedule_is_attached() -> None:
     """Two replicas, so that finish() has something to wait for."""
-    attached, gradients = Attached(Topology.create(pipeline=2)), []
+    gradients = []
     for _ in range(3):
+        attached = Attached(Topology.create(pipeline=2))
         sync = attached.attach()
         gradients.append(attached.step())
         sync.close()
         sync.close()
         refusal = "StepError: this GradientSync is closed: make another one, on all ranks"
         assert outcome(attached.step) == refusal
+        assert "make another schedule" in outcome(attached.attach)
     assert gradients[0] == gradients[1] == gradients[2]
 
 

@@ -156,17 +156,20 @@ def test_what_cannot_be_sent_is_refused(change: Callable[[Tensor], Tensor], advi
     assert advice in said
 
 
-def test_a_divisor_is_needed_where_the_loss_is() -> None:
-    """Issue 16, point 10 (runtime 12): right gradients, and "gradients are wrong" on all ranks."""
-    x, y = batch(ROWS)
-    true = float(sum_of_squares(Layer()(Layer()(x)), y)) / 7.0
-    divisor = {"loss_divisor": 7.0}
-    with closing(make(Layer(), Layer(), loss_fn=sum_of_squares)) as scheduler:
-        for who in ([1], [0, 1], [1]):
-            loss = train(scheduler, x, target=y, **(divisor if rank() in who else {}))
-            assert abs(loss - true) / true <= MOST
-        said = outcome(partial(train, scheduler, x, target=y, **({} if rank() else divisor)))
-    assert "ranks disagree on loss_divisor: " in said
+def test_a_divisor_is_given_on_all_ranks() -> None:
+    """Given where the loss is, it divided the gradients of that rank alone, without a word."""
+    (x, y), divisor = batch(ROWS), {"loss_divisor": 7.0}
+    true, own = [Layer(), Layer()], [Layer(), Layer()]
+    loss = sum_of_squares(true[1](true[0](x)), y) / 7.0
+    loss.backward()
+    with closing(make(*own, loss_fn=sum_of_squares)) as scheduler:
+        for who in range(2):
+            alone = divisor if rank() == who else {}
+            said = outcome(partial(train, scheduler, x, target=y, **alone))
+            assert "ranks disagree on loss_divisor: " in said
+        found = train(scheduler, x, target=y, **divisor)
+        assert abs(found - float(loss)) / float(loss) <= MOST
+        assert farthest(own[rank()], true[rank()]) <= MOST
 
 
 def test_a_divisor_that_a_loss_of_half_precision_cannot_take_divides_gradients() -> None:

@@ -206,7 +206,6 @@ class _Worker:
         self._inputs: dict[Key, int] = {}  # of a link and microbatch
         self._parts: dict[Key, list[int]] = defaultdict(list)  # gradients of consumers here
         self._returned: dict[Key, dict[int, int]] = defaultdict(dict)  # from consumers elsewhere
-        self._sums: dict[Key, int] = {}
         self._readers: dict[Key, int] = {}  # how many backwards still read a received value
         self._went_back = defaultdict[int, int](int)
         self._ended = defaultdict[int, int](int)
@@ -242,8 +241,6 @@ class _Worker:
         elif op is Op.SEND:
             payload = self._payload(which, microbatch)
             self._run.edge(which).sent.append(((which, microbatch), payload))
-        elif op is Op.JOIN:
-            self._sums[which, microbatch] = self._sum(which, microbatch)
         elif op is Op.FINAL:
             assert self._ended[which] == self._program.schedule.num_microbatches
         elif op in (Op.INPUTS_FINAL, Op.SHARED_WEIGHTS):
@@ -318,11 +315,7 @@ class _Worker:
         returned = list[int]()
         for number, link in enumerate(self._program.links):
             if link.producer == stage and link.differentiable:
-                ranks = {self._program.schedule.stage_to_rank[c] for c in link.consumers}
-                if len(ranks) > 1:
-                    returned.append(self._sums.pop((number, microbatch)))
-                else:
-                    returned.append(self._sum(number, microbatch))
+                returned.append(self._sum(number, microbatch))
         made = self._run.gradients[stage, microbatch] = value_of(action, returned)
         for number, link in enumerate(self._program.links):
             if stage in link.consumers and link.differentiable:

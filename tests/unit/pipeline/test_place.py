@@ -59,7 +59,7 @@ def test_an_interrupt_behind_the_last_item_stays_an_interrupt() -> None:
     parts: dict[str, Any] = dict.fromkeys(
         ("values", "compute", "transfers", "sync", "weights", "sharded"), Mock()
     )
-    kind = StepKind(program(forward_only=True), Mock(), {}, topology=TOPOLOGY, **parts)
+    kind = StepKind(program(forward_only=True), Mock(), topology=TOPOLOGY, **parts)
     kind._calls = Interrupted(kind._calls)
     with pytest.raises(KeyboardInterrupt):
         kind.run(Mock(), Mock(), keeps_outputs=False)

@@ -153,8 +153,6 @@ def only(op: Op, number: int, program: Program | None = None) -> Program:
 
 
 MORE_HARM: dict[str, Callable[[], Program]] = {
-    "a sum before its terms arrive": lambda: moved(Op.JOIN, Op.WAIT_RECEIVE),
-    "a sum twice": lambda: only(Op.JOIN, 2),
     "no wait for parameters": lambda: only(Op.FIRST_USE, 0),
     "a wait for parameters after their use": lambda: moved(Op.FIRST_USE, Op.LAST_BACKWARD),
     "no last backward": lambda: only(Op.LAST_BACKWARD, 0),
@@ -173,7 +171,7 @@ MORE_HARM: dict[str, Callable[[], Program]] = {
 def test_what_is_harmed_below_is_passed_unharmed() -> None:
     verify(joining())
     verify(splitting())
-    verify(only(Op.JOIN, 1))
+    verify(only(Op.FIRST_USE, 1))
 
 
 @pytest.mark.parametrize("harm", MORE_HARM)

@@ -61,7 +61,7 @@ def wait_behind_reader(program: Program, chance: random.Random) -> Program | Non
 
 WORK = (Op.POST_RECEIVE, Op.WAIT_RECEIVE, Op.COMPUTE, Op.SEND, Op.RELEASE, Op.FINAL)
 HARMS: dict[str, Harm] = {
-    **{f"missing {op}": some(op, 0) for op in (*WORK, Op.JOIN)},
+    **{f"missing {op}": some(op, 0) for op in WORK},
     **{f"doubled {op}": some(op, 2) for op in WORK},
     "swapped sends of an edge": swap_sends,
     "wait behind its reader": wait_behind_reader,
