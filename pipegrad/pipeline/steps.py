@@ -93,9 +93,7 @@ class StepKind:
         # It may not refer to this object, which refers to it, because the threads of an unused
         # Scheduler would then wait for the garbage collector.
         self.place = place = Place(program, topology)
-        self.activity = Activity(
-            "", details=place.details, drawing=place.drawn, position=lambda: place.position
-        )
+        self.activity = Activity("", details=place.details, position=lambda: place.position)
         self._values = values
         self._compute = compute
         self.transfers = transfers
