@@ -187,26 +187,6 @@ def frames_of(thread: int) -> list[Frame]:
     return frames
 
 
-class Stand(NamedTuple):
-    """The place of the thread that runs verbs.
-
-    Attributes:
-        what: Text of the outermost activity; "" outside of pipegrad.
-        line: The line of the user's code that runs.
-        ranks: The global ranks for which it waits; none outside.
-    """
-
-    what: str
-    line: str
-    ranks: tuple[int, ...]
-
-
-def _awaited_by_others(thread: int) -> tuple[int, ...]:
-    """Returns the ranks for which the threads other than this one wait."""
-    others = [stack[-1].ranks for other, stack in activities().items() if stack and other != thread]
-    return tuple(sorted({rank for ranks in others for rank in ranks}))
-
-
 def give_back(seconds: float, before: float) -> None:
     """Moves the begin of all activities that began before a time, by time that does not count."""
     for stack in activities().values():
@@ -308,6 +288,16 @@ class Record:
     failure: Failure = Failure()
 
     @property
+    def verb(self) -> str:
+        """The outermost activity; "" outside of pipegrad."""
+        return self.at.partition(", ")[0]
+
+    @property
+    def awaited(self) -> set[int]:
+        """The global ranks for which its threads wait."""
+        return {rank for _, ranks in self.waits for rank in ranks}
+
+    @property
     def words(self) -> str:
         """Its status, in words."""
         line = f" ({self.line})" if self.line else ""
@@ -346,17 +336,16 @@ class Account:
         if self.is_debugged or not counts:
             give_back(self._looked - before, before)
 
-    def stand(self) -> Stand | None:
-        """Returns the place of a wait for ranks, or of code outside of pipegrad; otherwise None."""
+    def stand(self) -> Record | None:
+        """Returns the status of a rank that waits for ranks, or is outside of pipegrad."""
         thread = verb_thread()
-        if stack := activities().get(thread):
-            is_for_threads = not stack[-1].what and stack[-1].details is None
-            ranks = _awaited_by_others(thread) if is_for_threads else tuple(self.awaited(0))
-            return Stand(stack[0].what, _line_of(thread)[0], ranks) if ranks else None
-        # A call without an activity, such as a cut that loads weights, is not outside either.
-        if any(frame.file.startswith(_PIPEGRAD) for frame in frames_of(thread)):
-            return None
-        return Stand("", _line_of(thread)[0], ())
+        if not (stack := activities().get(thread)):
+            # A call without an activity, such as a cut that loads weights, is not outside.
+            is_inside = any(frame.file.startswith(_PIPEGRAD) for frame in frames_of(thread))
+            return None if is_inside else self.record()
+        is_for_threads = not stack[-1].what and stack[-1].details is None
+        record = self.record() if is_for_threads or self.awaited(0) else None
+        return record if record is not None and record.awaited else None
 
     def late(self, share: float = 1.0) -> str | None:
         """Returns words about an activity that has taken longer than a share of what it may."""

@@ -217,14 +217,15 @@ def same(what: str, values: Mapping[int, str]) -> None:
     for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
     if len(by_value) > 1:
-        views = zip(_differing(list(by_value)), map(_of_ranks, by_value.values()), strict=True)
+        views = zip(_differing(list(by_value)), map(of_ranks, by_value.values()), strict=True)
         shown = ", ".join(f"{value} on {ranks}" for value, ranks in [*views][:_MOST_VALUES])
         if len(by_value) > _MOST_VALUES:
             shown += f", and {len(by_value) - _MOST_VALUES} more values"
         raise AgreementError(f"ranks disagree on {what}: {shown}; make them the same")
 
 
-def _of_ranks(ranks: Sequence[int]) -> str:
+def of_ranks(ranks: Sequence[int]) -> str:
+    """Returns the names of ranks, of many the first ones."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""

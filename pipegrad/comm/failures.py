@@ -46,7 +46,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from pipegrad.comm.activity import Drawing, Record, has_lost_connection
-from pipegrad.comm.agreement import STORE_IS_GONE
+from pipegrad.comm.agreement import STORE_IS_GONE, of_ranks
 from pipegrad.comm.store import store
 from pipegrad.errors import (
     DriftError,
@@ -417,14 +417,14 @@ def _who_stalls(records: Mapping[int, Record]) -> tuple[list[int], str]:
         return [first.rank], f"{words}; other ranks wait for it"
     if together := sorted(rank for rank, others in waits_for.items() if not others):
         what, are = records[together[0]].waits[0][0], "is" if len(together) == 1 else "are"
-        words = f"{_numbers(together)} {are} in {what!r}, and it does not end: look at the network"
+        words = f"{of_ranks(together)} {are} in {what!r}, and it does not end: look at the network"
         return together, f"{words} between them"
     circle = [min(records)]
     while (rank := waits_for[circle[-1]][0]) not in circle:
         circle.append(rank)
     circle = circle[circle.index(rank) :]
     words = "; ".join(
-        f"rank {rank} waits for {_numbers(waits_for[rank])}: {records[rank].waits[0][0]}"
+        f"rank {rank} waits for {of_ranks(waits_for[rank])}: {records[rank].waits[0][0]}"
         for rank in circle
     )
     return circle, f"ranks wait for each other in a circle: {words}"
@@ -456,16 +456,10 @@ def _line(record: Record) -> str:
     words = f" ({record.process}): {record.words}"
     for what, ranks in record.waits:
         if what not in record.at:
-            words += f"; waits with {_numbers([r for r in ranks if r != record.rank])}: {what}"
+            words += f"; waits with {of_ranks([r for r in ranks if r != record.rank])}: {what}"
     if len(error := record.failure.error) > _MOST_CHARACTERS:
         error = f"{error[:_MOST_CHARACTERS]}..."
     return f"{words}; its error: {error}" if error else words
-
-
-def _numbers(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {ranks}" if len(ranks) <= 8 else f"{len(ranks)} ranks"
 
 
 def _some(texts: Iterable[str]) -> str:
