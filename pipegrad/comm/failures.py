@@ -58,6 +58,7 @@ from pipegrad.errors import (
     root_of,
     said,
 )
+from pipegrad.printable import shortened
 
 # Exit codes. After a signal n it is 128 + n, and 2 is click's for a wrong command line.
 FAILED = 1  # an error
@@ -457,8 +458,7 @@ def _line(record: Record) -> str:
     for what, ranks in record.waits:
         if what not in record.at:
             words += f"; waits with {of_ranks([r for r in ranks if r != record.rank])}: {what}"
-    if len(error := record.failure.error) > _MOST_CHARACTERS:
-        error = f"{error[:_MOST_CHARACTERS]}..."
+    error = shortened(record.failure.error, _MOST_CHARACTERS)
     return f"{words}; its error: {error}" if error else words
 
 
