@@ -9,25 +9,16 @@ import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+from pipegrad.comm.comm_stream import CommStream
 
 _GRACE_SECONDS = 10.0  # for collectives that other ranks will soon run too
 _CUT_SECONDS = 5.0  # for threads to return from gloo after their connections were closed
 _POLL_SECONDS = 0.005
 _TAG = 0x70677  # of a message that no rank sends
-
-
-class Thread(Protocol):
-    """The part of a comm stream that `Ending` uses."""
-
-    def stop(self) -> None:
-        """Ends the thread after its tasks; returns at once."""
-
-    def join(self, timeout_seconds: float) -> bool:
-        """Waits for the end of the thread; returns whether it has ended."""
 
 
 class Ending:
@@ -38,7 +29,7 @@ class Ending:
 
     Args:
         owner: The object that owns the threads and groups; a weak reference.
-        threads: The threads. The collection may change until they are ended.
+        threads: Comm streams with a thread. The collection may change until they are ended.
         groups: Process groups that only the owner uses. They are destroyed. The list may change.
         is_local: Whether a group can be destroyed without other ranks, as on gloo.
         is_idle: Returns whether no collective is in flight that was launched without a thread.
@@ -51,7 +42,7 @@ class Ending:
         self,
         owner: object,
         *,
-        threads: Collection[Thread] = (),
+        threads: Collection[CommStream] = (),
         groups: list[dist.ProcessGroup] | None = None,
         is_local: bool = True,
         is_idle: Callable[[], bool] = lambda: True,
