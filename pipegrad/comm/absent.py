@@ -9,7 +9,6 @@ slow rank would have no post. Of the ranks that see the same, the first one warn
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from pipegrad.comm import plain
 from pipegrad.comm.activity import Account, Record
 from pipegrad.comm.agreement import of_ranks
 from pipegrad.comm.store import SignedStore
+from pipegrad.printable import say
 
 _ABSENT_SECONDS = 10.0  # before a rank posts
 _ASK_SECONDS = 2.0  # then until it reads: ranks begin to stand, and look, at different times
@@ -26,7 +26,7 @@ class AbsentRanks:
     """Warns of the ranks that are absent from the present call of this rank."""
 
     def __init__(self, store: SignedStore, prefix: str, rank: int) -> None:
-        self.warn: Callable[[str], object] = _print
+        self.warn: Callable[[str], object] = say
         self._store, self._prefix, self._rank = store, prefix, rank
         self._since = self._asks_at = 0.0
         self._is_posted = False
@@ -68,7 +68,7 @@ class AbsentRanks:
         other = posts[absent[0]]
         if self._store.count(self._key(f"at {other.line!a}")) == 1:
             self.warn(
-                f"rank {first.rank} {first.words}, and waits for {of_ranks(absent)}: rank "
+                f"Warning: rank {first.rank} {first.words}, and waits for {of_ranks(absent)}: rank "
                 f"{other.rank} {other.words}. All ranks must make the same calls, in one order"
             )
 
@@ -80,7 +80,3 @@ class AbsentRanks:
 
     def _key(self, part: object) -> str:
         return f"{self._prefix}/{part}"
-
-
-def _print(words: str) -> None:
-    print(f"Warning: {words}", file=sys.stderr, flush=True)  # noqa: T201

@@ -41,7 +41,7 @@ from pipegrad.comm.ending import set_all_in_vain
 from pipegrad.comm.failures import FAILED
 from pipegrad.comm.watch import Watch, watch
 from pipegrad.errors import PipegradError, causes_of, is_of_user
-from pipegrad.printable import printable, printable_lines
+from pipegrad.printable import printable, say
 
 TRACEBACK = "PIPEGRAD_TRACEBACK"  # a variable; 1 leaves every traceback as Python prints it
 _FIRST_SECONDS = 2.0  # for all ranks to be ready for their end
@@ -112,7 +112,7 @@ def _uncaught_in_thread(before: Callable[[Any], object], raised: threading.Excep
     elif not watched.has_alarm:
         name = raised.thread.name if raised.thread else "?"
         words = f"{failure_of(error).error}{user_lines(error)}"
-        _print(f"rank {watched.rank}, thread {name!r}: {words}")
+        say(f"Error: rank {watched.rank}, thread {name!r}: {words}")
 
 
 def _tell(watched: Watch, error: Exception) -> bool:
@@ -123,11 +123,11 @@ def _tell(watched: Watch, error: Exception) -> bool:
     report = watched.fail(error, lines)
     is_first = watched.rank == report.reporter
     if is_first and report.kind == "common":
-        _print(f"{report.cause}{lines}")
+        say(f"Error: {report.cause}{lines}")
     # Two ranks may have two mistakes. The mistake of this rank must not be lost.
     is_own = not failure.follows and not isinstance(error, PipegradError)
     if is_own and not is_first and report.kind != "common":
-        _print(f"rank {watched.rank}, too: {failure.error}")
+        say(f"Error: rank {watched.rank}, too: {failure.error}")
     return is_first
 
 
@@ -138,10 +138,6 @@ def _hint(error: Exception) -> str:
     return (
         "\n  The loss of a StepResult has no graph: scheduler.step() has run backward: leave it out"
     )
-
-
-def _print(words: str) -> None:
-    print(printable_lines(f"Error: {words}"), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def user_lines(error: BaseException) -> str:
