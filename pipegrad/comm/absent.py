@@ -10,7 +10,6 @@ slow rank would have no post. Of the ranks that see the same, the first one warn
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from pipegrad.comm import plain
 from pipegrad.comm.activity import Account, Record
@@ -26,7 +25,6 @@ class AbsentRanks:
     """Warns of the ranks that are absent from the present call of this rank."""
 
     def __init__(self, store: SignedStore, prefix: str, rank: int) -> None:
-        self.warn: Callable[[str], object] = say
         self._store, self._prefix, self._rank = store, prefix, rank
         self._since = self._asks_at = 0.0
         self._is_posted = False
@@ -67,7 +65,7 @@ class AbsentRanks:
             return
         other = posts[absent[0]]
         if self._store.count(self._key(f"at {other.line!a}")) == 1:
-            self.warn(
+            say(
                 f"Warning: rank {first.rank} {first.words}, and waits for {of_ranks(absent)}: rank "
                 f"{other.rank} {other.words}. All ranks must make the same calls, in one order"
             )
