@@ -360,10 +360,10 @@ class Parts:
             threads=self._reducer.comm_streams,
             groups=self._groups.joined,
             is_local=is_local(device),
+            # Wait for pair exchanges, because another rank would never receive a message whose
+            # group was destroyed first.
+            begin=self._reducer.submit_send_waits,
         )
-        # Wait for pair exchanges, because another rank would never receive a message whose group
-        # was destroyed first.
-        self._ending.call(self._reducer.submit_send_waits)
         # Gradients and parameters have separate memory, because the next step's gradients are
         # written while the parameters of this step may still be in flight.
         buffers = {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
