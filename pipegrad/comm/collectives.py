@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, zip_longest
 
 import torch
@@ -185,11 +186,7 @@ def summed(numbers: torch.Tensor) -> torch.Tensor:
 
     All ranks have the same bits, because all add the rows in the same order.
     """
-    while numbers.dim() > 1 and numbers.shape[0] > 1:
-        half = (numbers.shape[0] + 1) // 2
-        added = numbers[: numbers.shape[0] - half] + numbers[half:]
-        numbers = torch.cat([added, numbers[len(added) : half]])
-    return numbers[0] if numbers.dim() > 1 else numbers
+    return reduce(torch.add, numbers.unbind()) if numbers.dim() > 1 else numbers
 
 
 def all_gather(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
