@@ -20,7 +20,6 @@ from __future__ import annotations
 import atexit
 import gc
 import io
-import linecache
 import os
 import signal
 import sys
@@ -153,7 +152,7 @@ def user_lines(error: BaseException) -> str:
     ]
     lines = list[str]()
     for frame in {(frame.filename, frame.lineno): frame for frame in frames}.values():
-        code = linecache.getline(frame.filename, frame.lineno or 0).strip()[:_MOST_CHARACTERS]
+        code = (frame.line or "")[:_MOST_CHARACTERS]
         where = f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
         lines.append(f"\n  {printable(f'{where}: {code}' if code else where)}")
     most = 1 if isinstance(error, PipegradError) and error.__cause__ is None else _MOST_FRAMES
