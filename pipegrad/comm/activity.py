@@ -162,15 +162,7 @@ def verb_thread() -> int:
     return _verb_thread if _verb_thread in alive else threading.main_thread().ident or 0
 
 
-class Frame(NamedTuple):
-    """A line of Python that runs, or waits for what it has called."""
-
-    file: str
-    line: int
-    function: str
-
-
-def frames_of(thread: int) -> list[Frame]:
+def frames_of(thread: int) -> list[traceback.FrameSummary]:
     """Returns the frames of a thread, innermost first, a hundred at most; none if it has ended."""
     # Read running frames in C, because Python makes an object of each. Making one may collect
     # garbage, and a finalizer may let the other thread go on. Then the frame is gone: SIGSEGV in
@@ -178,12 +170,14 @@ def frames_of(thread: int) -> list[Frame]:
     with tempfile.TemporaryFile("w+b") as stream:
         faulthandler.dump_traceback(stream)
         stream.seek(0)
-        frames, is_it = list[Frame](), False
+        frames, is_it = list[traceback.FrameSummary](), False
         for line in stream.read().decode(errors="replace").splitlines():
             if found := _THREAD.match(line):
                 is_it = int(found[1], 16) == thread
             elif is_it and (found := _FRAME.match(line)):
-                frames.append(Frame(found[1], int(found[2]), found[3]))
+                frames.append(
+                    traceback.FrameSummary(found[1], int(found[2]), found[3], lookup_line=False)
+                )
     return frames
 
 
@@ -332,7 +326,7 @@ class Account:
             self._place, self.since, self.is_debugged = place, self._looked, False
         elif self._looked - self.since >= _STILL_SECONDS or self.late(share=0.5) is not None:
             frames = frames_of(verb_thread())
-            self.is_debugged = any(_PROMPTS.get(x.function, "\0") in x.file for x in frames)
+            self.is_debugged = any(_PROMPTS.get(x.name, "\0") in x.filename for x in frames)
         if self.is_debugged or not counts:
             give_back(self._looked - before, before)
 
@@ -341,7 +335,7 @@ class Account:
         thread = verb_thread()
         if not (stack := activities().get(thread)):
             # A call without an activity, such as a cut that loads weights, is not outside.
-            is_inside = any(frame.file.startswith(_PIPEGRAD) for frame in frames_of(thread))
+            is_inside = any(frame.filename.startswith(_PIPEGRAD) for frame in frames_of(thread))
             return None if is_inside else self.record()
         is_for_threads = not stack[-1].what and stack[-1].details is None
         record = self.record() if is_for_threads or self.awaited(0) else None
@@ -422,10 +416,10 @@ def _place() -> tuple[list[int] | int, list[int]]:
 def _line_of(thread: int) -> tuple[str, bool, bool]:
     """Returns the user's innermost line, if it runs itself, and if torch communicates below it."""
     runs, is_in_torch = True, False
-    for file, line, function in frames_of(thread):
-        if is_of_user(file):
-            return f"{Path(file).name}:{line} in {function}", runs, is_in_torch
-        runs, is_in_torch = False, is_in_torch or _TORCH in file
+    for frame in frames_of(thread):
+        if is_of_user(frame.filename):
+            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}", runs, is_in_torch
+        runs, is_in_torch = False, is_in_torch or _TORCH in frame.filename
     return "", False, is_in_torch
 
 

@@ -99,7 +99,7 @@ def test_the_innermost_frame_comes_first_and_the_garbage_collector_is_left_alone
     monkeypatch.setattr(gc, "disable", pytest.fail)
 
     def inner() -> list[str]:
-        return [frame.function for frame in frames_of(threading.get_ident())]
+        return [frame.name for frame in frames_of(threading.get_ident())]
 
     name = test_the_innermost_frame_comes_first_and_the_garbage_collector_is_left_alone.__name__
     assert inner()[:3] == ["frames_of", "inner", name]
