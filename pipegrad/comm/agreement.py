@@ -31,7 +31,7 @@ from pipegrad.errors import (
     ends_in_words,
     following,
     level_of_caller,
-    said,
+    named,
 )
 from pipegrad.printable import shortened
 
@@ -54,11 +54,7 @@ STORE_IS_GONE = (
 
 @dataclass(frozen=True)
 class _Failure:
-    kind: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.message}"
+    words: str
 
 
 @dataclass
@@ -154,7 +150,7 @@ def agree_keeping(
         # ranks raise.
         payload = plain.dumps(outcome[1])
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
-        began, error, outcome = time.time(), caught, _Failure(type(caught).__name__, said(caught))
+        began, error, outcome = time.time(), caught, _Failure(named(caught))
         payload = plain.dumps(outcome)
     try:
         prefix = f"pipegrad/agree/{_keys_of(members, name)}"
@@ -194,7 +190,7 @@ def _raise_failures(
     if is_common and isinstance(error, Exception):
         raise error
     # Put a cause into the first line, because a launcher shows no other one.
-    first, *others = (f"rank {rank}: {failure}" for rank, failure in failures.items())
+    first, *others = (f"rank {rank}: {failure.words}" for rank, failure in failures.items())
     line, *more = first.split("\n")
     line += f" ({subject}: {len(failures)} of {num_ranks} ranks failed, so all stop)"
     failed = AgreementError("\n".join([line, *more, *(f"  {other}" for other in others)]))
@@ -260,7 +256,7 @@ def _alone(what: str, function: Callable[[], T]) -> T:
     try:
         return function()
     except SystemExit as error:  # its own exit prints nothing, and its code may be 0
-        raise AgreementError(f"{what} failed: {_Failure('SystemExit', said(error))}") from error
+        raise AgreementError(f"{what} failed: {named(error)}") from error
 
 
 def _post(subject: str, payload: bytes, ranks: tuple[int, ...], prefix: str) -> None:
