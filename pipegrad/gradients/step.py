@@ -220,7 +220,6 @@ class Step(Parts):
             self._prepare(divisor)
 
     def _prepare(self, divisor: float | None) -> None:
-        self._look_for_half_made()
         self._refuse_final()
         self._check("prepare")
         continues = self.is_in_step
@@ -628,19 +627,6 @@ class Step(Parts):
         except StepError as error:  # `finish` raises it, and posts it for other ranks
             self._open.error = error
 
-    def _look_for_half_made(self) -> None:
-        """Ends the training after a step that some ranks have made, and others have not."""
-        failed = self._failures.last_failed()
-        if (
-            self._watch.gradients is Gradients.USED
-            and self._last_unused < failed <= self._failures.step
-        ):
-            self._final = self._final or StepError(
-                f"step {failed} has failed on another rank after it ended on this one, and "
-                f"optimizer.step() has used its gradients here, so the parameters of ranks are of "
-                f"different steps"
-            )
-
     def _post(self, error: BaseException, *, begins: bool, final: bool) -> str | None:
         """Posts the error of a step that failed on this rank; returns the result of `abort`.
 
@@ -675,6 +661,17 @@ class Step(Parts):
         Raises:
             ReduceError: If an earlier failure is final. It contains that failure.
         """
+        # Some ranks have made a step, and others have not.
+        failed = self._failures.last_failed()
+        if (
+            self._watch.gradients is Gradients.USED
+            and self._last_unused < failed <= self._failures.step
+        ):
+            self._final = self._final or StepError(
+                f"step {failed} has failed on another rank after it ended on this one, and "
+                f"optimizer.step() has used its gradients here, so the parameters of ranks are of "
+                f"different steps"
+            )
         self._wait_for_failed()
         if self._failures.has_failures and (words := self._failures.read_final()) is not None:
             self._final = self._final or elsewhere(ReduceError, words)
