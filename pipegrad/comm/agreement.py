@@ -62,12 +62,12 @@ class _Agreements:
     """The agreements of a set of ranks under one default process group.
 
     Attributes:
-        life: Count of the default process groups of these ranks on this store, with this one.
-        number: Count of agreements. `life` and `number` make the keys of an agreement unique.
-        keys: The keys that this rank set in the last agreement.
+        prefix: Begins the keys of an agreement, equal on all of these ranks, and never used before.
+        number: Count of agreements without a name. It makes the keys of an agreement unique.
+        keys: The keys that this rank has set in the last agreement.
     """
 
-    life: int
+    prefix: str
     number: int = 0
     keys: list[str] = field(default_factory=list)
 
@@ -153,7 +153,13 @@ def agree_keeping(
         began, error, outcome = time.time(), caught, _Failure(named(caught))
         payload = plain.dumps(outcome)
     try:
-        prefix = f"pipegrad/agree/{_keys_of(members, name)}"
+        agreements = _agreements_of(members)
+        # No message is needed for the number, because all ranks call `agree` in the same order and
+        # count alike. An agreement with a name is not counted, because a rank that stays away from
+        # it would look for all later agreements at wrong keys.
+        if name is None:
+            agreements.number += 1
+        prefix = f"{agreements.prefix}/{name or agreements.number}"
         # An interrupt or an exit must end this process now. Post its message first, because the
         # other ranks would wait until the timeout.
         if error is not None and not ends_in_words(error):
@@ -166,7 +172,7 @@ def agree_keeping(
     except dist.DistNetworkError as gone:
         raise following(AgreementError(f"{what}: {STORE_IS_GONE}")) from gone
     names = [str(dist.get_rank()), _digest(payload), "come", "all"]
-    _delete_last(members, [f"{prefix}/{name}" for name in names])
+    _delete_last(agreements, [f"{prefix}/{name}" for name in names])
     failures = {r: x for r, x in zip(members, results, strict=True) if isinstance(x, _Failure)}
     if failures or isinstance(outcome, _Failure):
         _raise_failures(what, failures, len(members), error, began)
@@ -313,37 +319,24 @@ def _exchange(
     return [payloads[each] for each, _ in rows]
 
 
-def _keys_of(ranks: tuple[int, ...], name: str | None) -> str:
-    """Returns the keys' part for an agreement of `ranks`, equal on all of them, never used before.
-
-    No message is needed for it, because all ranks call `agree` in the same order and count alike.
-    """
-    members = _digest(repr(ranks).encode())
-    by_ranks = _agreements_by_ranks()
+def _agreements_of(ranks: tuple[int, ...]) -> _Agreements:
+    """Returns the agreements of `ranks` under the present default process group."""
+    world = dist.group.WORLD
+    assert world is not None
+    by_ranks = _agreements.setdefault(world, {})
     # The keys contain a number for each new process group, because a store may outlive a default
     # process group, and may still hold the replies of its agreements.
     if ranks not in by_ranks:
+        members = _digest(repr(ranks).encode())
         life = store().count(f"pipegrad/lives/{members}/{dist.get_rank()}")
-        by_ranks[ranks] = _Agreements(life)
-    agreements = by_ranks[ranks]
-    # Do not count an agreement with a name, because a rank that stays away from it would look for
-    # all later agreements at wrong keys.
-    if name is None:
-        agreements.number += 1
-    return f"{members}/{agreements.life}/{name or agreements.number}"
+        by_ranks[ranks] = _Agreements(f"pipegrad/agree/{members}/{life}")
+    return by_ranks[ranks]
 
 
-def _agreements_by_ranks() -> dict[tuple[int, ...], _Agreements]:
-    world = dist.group.WORLD
-    assert world is not None
-    return _agreements.setdefault(world, {})
-
-
-def _delete_last(members: tuple[int, ...], keys: list[str]) -> None:
+def _delete_last(agreements: _Agreements, keys: list[str]) -> None:
     """Deletes the keys that this rank set in the previous agreement."""
     # The keys of this agreement stay, because other ranks may still read them. All ranks have
     # read the keys of the previous one, because all have arrived in this one.
-    agreements = _agreements_by_ranks()[members]
     last, agreements.keys = agreements.keys, keys
     kv = store()
     with contextlib.suppress(RuntimeError):  # some stores cannot delete
