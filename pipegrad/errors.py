@@ -169,13 +169,14 @@ def in_words(error: BaseException) -> str:
     ]
     try:
         # The `repr` of this one has all that could not be decoded.
-        words = repr(error) if not isinstance(error, UnicodeError) else _named(error)
+        words = repr(error) if not isinstance(error, UnicodeError) else named(error)
     except Exception:  # noqa: BLE001 - it is code of others
-        words = _named(error)
+        words = named(error)
     return f"{shortened(words, _MOST_CHARACTERS)}{locations[-1] if locations else ''}"
 
 
-def _named(error: BaseException) -> str:
+def named(error: BaseException) -> str:
+    """Returns the class and the message of any error."""
     return f"{type(error).__name__}: {said(error)}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 _LONGEST = 10_000  # a line of a grid may be long
 
 
@@ -25,3 +27,8 @@ def shortened(text: str, most: int = 80) -> str:
 def printable_lines(text: str) -> str:
     """Returns several lines, each as `printable` does, and not longer than a screen."""
     return "\n".join(shortened(printable(line), _LONGEST) for line in text.split("\n"))
+
+
+def say(words: str) -> None:
+    """Prints lines on the standard error, at once."""
+    print(printable_lines(words), file=sys.stderr, flush=True)  # noqa: T201

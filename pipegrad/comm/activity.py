@@ -53,19 +53,28 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 class Details(NamedTuple):
-    """The present state of an activity.
+    """The present state of an activity. An error that leaves an activity has it as an attribute.
 
     Attributes:
         item: Text for reports.
         waits_for: The global ranks that it waits for.
         row: The pipeline, and the row of its grid that is this rank; None if there is no grid.
         mark: The cell of that row, as ``2F0``; "" before the first.
+        drawing: Returns the grid of a pipeline, by its number, with marked cells, by row.
+        doing: Texts of the activities of its thread, outermost first.
     """
 
     item: str = ""
     waits_for: tuple[int, ...] = ()
     row: tuple[int, int] | None = None
     mark: str = ""
+    drawing: Drawing | None = None
+    doing: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An error goes to other processes, for example from a rank of a test. Its drawing is a
+        # function of objects that stay here.
+        return Details, (*self[:4], None, self.doing)
 
 
 class Activity:
@@ -77,7 +86,6 @@ class Activity:
         ranks: The global ranks that take part, or for which it waits.
         within_seconds: If it takes longer, the job ends with a report; see `comm.watch`.
         details: Returns the present state when a report is made; any thread may call it.
-        drawing: Returns the grid of a pipeline, by its number, with marked cells, by row.
         position: Returns a number that changes when it goes on.
 
     Attributes:
@@ -87,7 +95,6 @@ class Activity:
 
     __slots__ = (
         "details",
-        "drawing",
         "number",
         "position",
         "ranks",
@@ -103,14 +110,12 @@ class Activity:
         *,
         within_seconds: float | None = None,
         details: Callable[[], Details] | None = None,
-        drawing: Drawing | None = None,
         position: Callable[[], int] | None = None,
     ) -> None:
         self.what = what
         self.ranks = ranks
         self.within_seconds = within_seconds
         self.details = details
-        self.drawing = drawing
         self.position = position
 
     def __enter__(self) -> Activity:
@@ -126,11 +131,11 @@ class Activity:
     def __exit__(self, *raised: object) -> None:
         thread = get_ident()
         stack = _stacks[thread]
-        # Keep the spot of the innermost activity, which an error leaves first, because it is the
-        # most exact one.
+        # Keep the details of the innermost activity, which an error leaves first, because they are
+        # the most exact ones.
         if raised[1] is not None and getattr(raised[1], _FAILED, None) is None:
             with suppress(AttributeError, TypeError):  # an error may refuse attributes
-                setattr(raised[1], _FAILED, _spot_of(stack))
+                setattr(raised[1], _FAILED, _details_of(stack))
         stack.pop()
         if not stack:
             global _num_left  # noqa: PLW0603 - read by another thread
@@ -138,39 +143,17 @@ class Activity:
             del _stacks[thread]  # a later thread may have the same number
 
 
-class Spot(NamedTuple):
-    """The activities of a thread. An error that leaves an activity has it as an attribute.
-
-    Attributes:
-        doing: Texts of the activities, outermost first.
-        details: Details of the innermost activity that has some.
-        drawing: Drawing of the innermost activity that has one.
-    """
-
-    doing: tuple[str, ...]
-    details: Details
-    drawing: Drawing | None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # An error goes to other processes, for example from a rank of a test. Its drawing is a
-        # function of objects that stay here.
-        return Spot, (self.doing, self.details, None)
-
-
-def _spot_of(stack: Sequence[Activity]) -> Spot:
+def _details_of(stack: Sequence[Activity]) -> Details:
+    """Returns the details of the innermost activity that has some."""
     details = [activity.details for activity in stack if activity.details is not None]
-    drawings = [activity.drawing for activity in stack if activity.drawing is not None]
-    return Spot(
-        tuple(activity.what for activity in stack),
-        details[-1]() if details else Details(),
-        drawings[-1] if drawings else None,
-    )
+    found = details[-1]() if details else Details()
+    return found._replace(doing=tuple(activity.what for activity in stack))
 
 
-def failed_at(error: BaseException | None) -> Spot | None:
-    """Returns the activities of the thread when an error, or the error's cause, was raised."""
-    spots = [] if error is None else [getattr(one, _FAILED, None) for one in causes_of(error)]
-    return next((spot for spot in reversed(spots) if spot is not None), None)
+def failed_at(error: BaseException) -> Details | None:
+    """Returns the state of the thread when an error, or the error's cause, was raised."""
+    found = [getattr(one, _FAILED, None) for one in causes_of(error)]
+    return next((details for details in reversed(found) if details is not None), None)
 
 
 def verb_thread() -> int:
@@ -179,15 +162,7 @@ def verb_thread() -> int:
     return _verb_thread if _verb_thread in alive else threading.main_thread().ident or 0
 
 
-class Frame(NamedTuple):
-    """A line of Python that runs, or waits for what it has called."""
-
-    file: str
-    line: int
-    function: str
-
-
-def frames_of(thread: int) -> list[Frame]:
+def frames_of(thread: int) -> list[traceback.FrameSummary]:
     """Returns the frames of a thread, innermost first, a hundred at most; none if it has ended."""
     # Read running frames in C, because Python makes an object of each. Making one may collect
     # garbage, and a finalizer may let the other thread go on. Then the frame is gone: SIGSEGV in
@@ -195,33 +170,15 @@ def frames_of(thread: int) -> list[Frame]:
     with tempfile.TemporaryFile("w+b") as stream:
         faulthandler.dump_traceback(stream)
         stream.seek(0)
-        frames, is_it = list[Frame](), False
+        frames, is_it = list[traceback.FrameSummary](), False
         for line in stream.read().decode(errors="replace").splitlines():
             if found := _THREAD.match(line):
                 is_it = int(found[1], 16) == thread
             elif is_it and (found := _FRAME.match(line)):
-                frames.append(Frame(found[1], int(found[2]), found[3]))
+                frames.append(
+                    traceback.FrameSummary(found[1], int(found[2]), found[3], lookup_line=False)
+                )
     return frames
-
-
-class Stand(NamedTuple):
-    """The place of the thread that runs verbs.
-
-    Attributes:
-        what: Text of the outermost activity; "" outside of pipegrad.
-        line: The line of the user's code that runs.
-        ranks: The global ranks for which it waits; none outside.
-    """
-
-    what: str
-    line: str
-    ranks: tuple[int, ...]
-
-
-def _awaited_by_others(thread: int) -> tuple[int, ...]:
-    """Returns the ranks for which the threads other than this one wait."""
-    others = [stack[-1].ranks for other, stack in activities().items() if stack and other != thread]
-    return tuple(sorted({rank for ranks in others for rank in ranks}))
 
 
 def give_back(seconds: float, before: float) -> None:
@@ -325,6 +282,16 @@ class Record:
     failure: Failure = Failure()
 
     @property
+    def verb(self) -> str:
+        """The outermost activity; "" outside of pipegrad."""
+        return self.at.partition(", ")[0]
+
+    @property
+    def awaited(self) -> set[int]:
+        """The global ranks for which its threads wait."""
+        return {rank for _, ranks in self.waits for rank in ranks}
+
+    @property
     def words(self) -> str:
         """Its status, in words."""
         line = f" ({self.line})" if self.line else ""
@@ -340,7 +307,7 @@ class Account:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._failure = Failure()
-        self._failed: Spot | None = None
+        self._failed: Details | None = None
         self._place: tuple[list[int] | int, list[int]] = 0, []
         self._moved = 0.0  # when the position within an activity has changed
         self.since = self._looked = time.monotonic()
@@ -359,21 +326,20 @@ class Account:
             self._place, self.since, self.is_debugged = place, self._looked, False
         elif self._looked - self.since >= _STILL_SECONDS or self.late(share=0.5) is not None:
             frames = frames_of(verb_thread())
-            self.is_debugged = any(_PROMPTS.get(x.function, "\0") in x.file for x in frames)
+            self.is_debugged = any(_PROMPTS.get(x.name, "\0") in x.filename for x in frames)
         if self.is_debugged or not counts:
             give_back(self._looked - before, before)
 
-    def stand(self) -> Stand | None:
-        """Returns the place of a wait for ranks, or of code outside of pipegrad; otherwise None."""
+    def stand(self) -> Record | None:
+        """Returns the status of a rank that waits for ranks, or is outside of pipegrad."""
         thread = verb_thread()
-        if stack := activities().get(thread):
-            is_for_threads = not stack[-1].what and stack[-1].details is None
-            ranks = _awaited_by_others(thread) if is_for_threads else tuple(self.awaited(0))
-            return Stand(stack[0].what, _line_of(thread)[0], ranks) if ranks else None
-        # A call without an activity, such as a cut that loads weights, is not outside either.
-        if any(frame.file.startswith(_PIPEGRAD) for frame in frames_of(thread)):
-            return None
-        return Stand("", _line_of(thread)[0], ())
+        if not (stack := activities().get(thread)):
+            # A call without an activity, such as a cut that loads weights, is not outside.
+            is_inside = any(frame.filename.startswith(_PIPEGRAD) for frame in frames_of(thread))
+            return None if is_inside else self.record()
+        is_for_threads = not stack[-1].what and stack[-1].details is None
+        record = self.record() if is_for_threads or self.awaited(0) else None
+        return record if record is not None and record.awaited else None
 
     def late(self, share: float = 1.0) -> str | None:
         """Returns words about an activity that has taken longer than a share of what it may."""
@@ -406,7 +372,7 @@ class Account:
         stacks, now, verbs = activities(), time.monotonic(), verb_thread()
         main = stacks.pop(verbs, [])
         line, runs, is_in_torch = _line_of(verbs)
-        doing, details, _ = self._failed or _spot_of(main)
+        details = self._failed or _details_of(main)
         if self._failed is not None:
             details, line, is_in_torch = details._replace(waits_for=()), "", False
         waits = [(details.item, details.waits_for)] if details.waits_for else []
@@ -423,7 +389,7 @@ class Account:
         return Record(
             rank=self._rank,
             process=f"pid {os.getpid()} on {socket.gethostname()}",
-            at=", ".join(dict.fromkeys(text for text in (*doing, details.item) if text)),
+            at=", ".join(dict.fromkeys(text for text in (*details.doing, details.item) if text)),
             seconds=max(0.0, now - max(self._moved, main[-1].since)) if main else 0.0,
             line=line,
             waits=tuple(waits),
@@ -436,7 +402,7 @@ class Account:
 
     def draw(self, pipeline: int, marks: Mapping[int, str]) -> str:
         """Returns the grid that the thread of verbs is in, or has failed in; "" if in none."""
-        drawing = (self._failed or _spot_of(activities().get(verb_thread(), []))).drawing
+        drawing = (self._failed or _details_of(activities().get(verb_thread(), []))).drawing
         return "" if drawing is None else drawing(pipeline, marks)
 
 
@@ -450,10 +416,10 @@ def _place() -> tuple[list[int] | int, list[int]]:
 def _line_of(thread: int) -> tuple[str, bool, bool]:
     """Returns the user's innermost line, if it runs itself, and if torch communicates below it."""
     runs, is_in_torch = True, False
-    for file, line, function in frames_of(thread):
-        if is_of_user(file):
-            return f"{Path(file).name}:{line} in {function}", runs, is_in_torch
-        runs, is_in_torch = False, is_in_torch or _TORCH in file
+    for frame in frames_of(thread):
+        if is_of_user(frame.filename):
+            return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}", runs, is_in_torch
+        runs, is_in_torch = False, is_in_torch or _TORCH in frame.filename
     return "", False, is_in_torch
 
 

@@ -31,7 +31,7 @@ from pipegrad.errors import (
     ends_in_words,
     following,
     level_of_caller,
-    said,
+    named,
 )
 from pipegrad.printable import shortened
 
@@ -54,11 +54,7 @@ STORE_IS_GONE = (
 
 @dataclass(frozen=True)
 class _Failure:
-    kind: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.message}"
+    words: str
 
 
 @dataclass
@@ -66,12 +62,12 @@ class _Agreements:
     """The agreements of a set of ranks under one default process group.
 
     Attributes:
-        life: Count of the default process groups of these ranks on this store, with this one.
-        number: Count of agreements. `life` and `number` make the keys of an agreement unique.
-        keys: The keys that this rank set in the last agreement.
+        prefix: Begins the keys of an agreement, equal on all of these ranks, and never used before.
+        number: Count of agreements without a name. It makes the keys of an agreement unique.
+        keys: The keys that this rank has set in the last agreement.
     """
 
-    life: int
+    prefix: str
     number: int = 0
     keys: list[str] = field(default_factory=list)
 
@@ -154,10 +150,16 @@ def agree_keeping(
         # ranks raise.
         payload = plain.dumps(outcome[1])
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
-        began, error, outcome = time.time(), caught, _Failure(type(caught).__name__, said(caught))
+        began, error, outcome = time.time(), caught, _Failure(named(caught))
         payload = plain.dumps(outcome)
     try:
-        prefix = f"pipegrad/agree/{_keys_of(members, name)}"
+        agreements = _agreements_of(members)
+        # No message is needed for the number, because all ranks call `agree` in the same order and
+        # count alike. An agreement with a name is not counted, because a rank that stays away from
+        # it would look for all later agreements at wrong keys.
+        if name is None:
+            agreements.number += 1
+        prefix = f"{agreements.prefix}/{name or agreements.number}"
         # An interrupt or an exit must end this process now. Post its message first, because the
         # other ranks would wait until the timeout.
         if error is not None and not ends_in_words(error):
@@ -170,7 +172,7 @@ def agree_keeping(
     except dist.DistNetworkError as gone:
         raise following(AgreementError(f"{what}: {STORE_IS_GONE}")) from gone
     names = [str(dist.get_rank()), _digest(payload), "come", "all"]
-    _delete_last(members, [f"{prefix}/{name}" for name in names])
+    _delete_last(agreements, [f"{prefix}/{name}" for name in names])
     failures = {r: x for r, x in zip(members, results, strict=True) if isinstance(x, _Failure)}
     if failures or isinstance(outcome, _Failure):
         _raise_failures(what, failures, len(members), error, began)
@@ -194,7 +196,7 @@ def _raise_failures(
     if is_common and isinstance(error, Exception):
         raise error
     # Put a cause into the first line, because a launcher shows no other one.
-    first, *others = (f"rank {rank}: {failure}" for rank, failure in failures.items())
+    first, *others = (f"rank {rank}: {failure.words}" for rank, failure in failures.items())
     line, *more = first.split("\n")
     line += f" ({subject}: {len(failures)} of {num_ranks} ranks failed, so all stop)"
     failed = AgreementError("\n".join([line, *more, *(f"  {other}" for other in others)]))
@@ -217,14 +219,15 @@ def same(what: str, values: Mapping[int, str]) -> None:
     for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
     if len(by_value) > 1:
-        views = zip(_differing(list(by_value)), map(_of_ranks, by_value.values()), strict=True)
+        views = zip(_differing(list(by_value)), map(of_ranks, by_value.values()), strict=True)
         shown = ", ".join(f"{value} on {ranks}" for value, ranks in [*views][:_MOST_VALUES])
         if len(by_value) > _MOST_VALUES:
             shown += f", and {len(by_value) - _MOST_VALUES} more values"
         raise AgreementError(f"ranks disagree on {what}: {shown}; make them the same")
 
 
-def _of_ranks(ranks: Sequence[int]) -> str:
+def of_ranks(ranks: Sequence[int]) -> str:
+    """Returns the names of ranks, of many the first ones."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
@@ -259,7 +262,7 @@ def _alone(what: str, function: Callable[[], T]) -> T:
     try:
         return function()
     except SystemExit as error:  # its own exit prints nothing, and its code may be 0
-        raise AgreementError(f"{what} failed: {_Failure('SystemExit', said(error))}") from error
+        raise AgreementError(f"{what} failed: {named(error)}") from error
 
 
 def _post(subject: str, payload: bytes, ranks: tuple[int, ...], prefix: str) -> None:
@@ -316,37 +319,24 @@ def _exchange(
     return [payloads[each] for each, _ in rows]
 
 
-def _keys_of(ranks: tuple[int, ...], name: str | None) -> str:
-    """Returns the keys' part for an agreement of `ranks`, equal on all of them, never used before.
-
-    No message is needed for it, because all ranks call `agree` in the same order and count alike.
-    """
-    members = _digest(repr(ranks).encode())
-    by_ranks = _agreements_by_ranks()
+def _agreements_of(ranks: tuple[int, ...]) -> _Agreements:
+    """Returns the agreements of `ranks` under the present default process group."""
+    world = dist.group.WORLD
+    assert world is not None
+    by_ranks = _agreements.setdefault(world, {})
     # The keys contain a number for each new process group, because a store may outlive a default
     # process group, and may still hold the replies of its agreements.
     if ranks not in by_ranks:
+        members = _digest(repr(ranks).encode())
         life = store().count(f"pipegrad/lives/{members}/{dist.get_rank()}")
-        by_ranks[ranks] = _Agreements(life)
-    agreements = by_ranks[ranks]
-    # Do not count an agreement with a name, because a rank that stays away from it would look for
-    # all later agreements at wrong keys.
-    if name is None:
-        agreements.number += 1
-    return f"{members}/{agreements.life}/{name or agreements.number}"
+        by_ranks[ranks] = _Agreements(f"pipegrad/agree/{members}/{life}")
+    return by_ranks[ranks]
 
 
-def _agreements_by_ranks() -> dict[tuple[int, ...], _Agreements]:
-    world = dist.group.WORLD
-    assert world is not None
-    return _agreements.setdefault(world, {})
-
-
-def _delete_last(members: tuple[int, ...], keys: list[str]) -> None:
+def _delete_last(agreements: _Agreements, keys: list[str]) -> None:
     """Deletes the keys that this rank set in the previous agreement."""
     # The keys of this agreement stay, because other ranks may still read them. All ranks have
     # read the keys of the previous one, because all have arrived in this one.
-    agreements = _agreements_by_ranks()[members]
     last, agreements.keys = agreements.keys, keys
     kv = store()
     with contextlib.suppress(RuntimeError):  # some stores cannot delete

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, zip_longest
 
 import torch
@@ -26,6 +27,10 @@ RECEIVED = sync_points.WaitWork(
 SENT = sync_points.WaitWork(
     "collective.sent", "who writes there next must not overwrite what is leaving"
 )
+
+# Their names from torch 2.13 on, and before.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # Tags of pipegrad's messages. They differ from the tags of other messages between the same two
 # ranks. They also differ from each other, because the receive of a reduce chain is posted at the
@@ -150,10 +155,8 @@ def reduce_scatter(
                 dist.reduce(shard, group_dst=owner, group=group)
         if output.data_ptr() != shards[dist.get_rank(group)].data_ptr():
             output.copy_(shards[dist.get_rank(group)])
-    elif hasattr(dist, "reduce_scatter_single"):  # its name from torch 2.13 on
-        dist.reduce_scatter_single(output, _joined(shards), group=group)
     else:
-        dist.reduce_scatter_tensor(output, _joined(shards), group=group)
+        _reduce_scatter_single(output, _joined(shards), group=group)
     if common is not None:
         dist.all_reduce(common, group=group)
 
@@ -185,11 +188,7 @@ def summed(numbers: torch.Tensor) -> torch.Tensor:
 
     All ranks have the same bits, because all add the rows in the same order.
     """
-    while numbers.dim() > 1 and numbers.shape[0] > 1:
-        half = (numbers.shape[0] + 1) // 2
-        added = numbers[: numbers.shape[0] - half] + numbers[half:]
-        numbers = torch.cat([added, numbers[len(added) : half]])
-    return numbers[0] if numbers.dim() > 1 else numbers
+    return reduce(torch.add, numbers.unbind()) if numbers.dim() > 1 else numbers
 
 
 def all_gather(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
@@ -221,10 +220,8 @@ def all_gather(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None) 
         for owner, shard in enumerate(shards):
             if shard.numel():
                 dist.broadcast(shard, group_src=owner, group=group)
-    elif hasattr(dist, "all_gather_single"):
-        dist.all_gather_single(_joined(shards), shards[me], group=group)
     else:
-        dist.all_gather_into_tensor(_joined(shards), shards[me], group=group)
+        _all_gather_single(_joined(shards), shards[me], group=group)
 
 
 def broadcast_chain(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:

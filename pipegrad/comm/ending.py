@@ -9,25 +9,16 @@ import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+from pipegrad.comm.comm_stream import CommStream
 
 _GRACE_SECONDS = 10.0  # for collectives that other ranks will soon run too
 _CUT_SECONDS = 5.0  # for threads to return from gloo after their connections were closed
 _POLL_SECONDS = 0.005
 _TAG = 0x70677  # of a message that no rank sends
-
-
-class Thread(Protocol):
-    """The part of a comm stream that `Ending` uses."""
-
-    def stop(self) -> None:
-        """Ends the thread after its tasks; returns at once."""
-
-    def join(self, timeout_seconds: float) -> bool:
-        """Waits for the end of the thread; returns whether it has ended."""
 
 
 class Ending:
@@ -38,10 +29,11 @@ class Ending:
 
     Args:
         owner: The object that owns the threads and groups; a weak reference.
-        threads: The threads. The collection may change until they are ended.
+        threads: Comm streams with a thread. The collection may change until they are ended.
         groups: Process groups that only the owner uses. They are destroyed. The list may change.
         is_local: Whether a group can be destroyed without other ranks, as on gloo.
         is_idle: Returns whether no collective is in flight that was launched without a thread.
+        begin: Is called when the ending begins. It must hold no reference to the owner.
 
     Attributes:
         in_vain: Whether other ranks may never run the collectives in flight, as inside a step.
@@ -51,10 +43,11 @@ class Ending:
         self,
         owner: object,
         *,
-        threads: Collection[Thread] = (),
+        threads: Collection[CommStream] = (),
         groups: list[dist.ProcessGroup] | None = None,
         is_local: bool = True,
         is_idle: Callable[[], bool] = lambda: True,
+        begin: Callable[[], object] = lambda: None,
     ) -> None:
         self.in_vain = False
         self._threads = threads
@@ -62,14 +55,10 @@ class Ending:
         self._is_local = is_local
         self._is_idle = is_idle
         self._process = os.getpid()
-        self._releases: list[Callable[[], object]] = []
+        self._begin = begin
         _waiting[id(self)] = self
         self._dropped = weakref.finalize(owner, self._end_by_itself)
         self._dropped.atexit = False
-
-    def call(self, release: Callable[[], object]) -> None:
-        """Registers a call for the start of the ending. It must hold no reference to the owner."""
-        self._releases.append(release)
 
     def end(self) -> None:
         """Ends everything; a second call does nothing. Every rank must call it.
@@ -86,8 +75,7 @@ class Ending:
         if _waiting.pop(id(self), None) is None or os.getpid() != self._process:
             return
         self._dropped.detach()
-        for release in self._releases:
-            release()
+        self._begin()
         for thread in self._threads:
             thread.stop()
         # Threads come first, then groups, because a thread may be inside a collective of a group.

@@ -6,9 +6,9 @@
 2. The failed rank still launches all collectives, and makes all transfers, that are left of the
    step. It sends zeros, because each wait of another rank must end, on any backend.
 3. Every rank reads the board at the end of the step (`FailureNotice.refuse_failed`), and during a
-   long wait. It raises an error with the first message. A failed rank does so too (`raise_first`).
-4. A rank begins its next step when everything that it launched has ended (`FailedSteps.wait`).
-   This needs no message.
+   long wait. It raises an error with the first message. A failed rank does so too.
+4. A rank begins its next step when everything that it launched has ended. This needs no message,
+   because each collective of a failed step ends on all ranks.
 5. A rank may post that its failure is final: a collective failed, or was perhaps never launched.
    Then no rank can go on, and all ranks raise an error.
 
@@ -38,7 +38,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,18 +46,16 @@ from typing import Literal
 import torch.distributed as dist
 
 from pipegrad.comm.activity import Drawing, Record, has_lost_connection
-from pipegrad.comm.agreement import STORE_IS_GONE
+from pipegrad.comm.agreement import STORE_IS_GONE, of_ranks
 from pipegrad.comm.store import store
 from pipegrad.errors import (
-    DriftError,
     PipegradError,
     Raised,
     ReduceError,
-    StallError,
     following,
-    root_of,
     said,
 )
+from pipegrad.printable import shortened
 
 # Exit codes. After a signal n it is 128 + n, and 2 is click's for a wrong command line.
 FAILED = 1  # an error
@@ -77,6 +75,10 @@ class FailureNotice:
 
     Each message belongs to one step, because a failure after which all ranks went on must not fail
     a later step. See [Note: failed steps].
+
+    Attributes:
+        step: The number of the present step, with the failed ones; the same on all ranks.
+        has_failures: True if a step has failed on any rank when this rank last read.
     """
 
     def __init__(self, name: str) -> None:
@@ -86,7 +88,6 @@ class FailureNotice:
         self._key = f"{self._board}/0"
         self.step = 0
         self.has_failures = False
-        self._first: str | None = None  # the post of a rank that failed before this one, if it did
 
     def next_step(self) -> None:
         """Goes to the next step. All ranks must call it equally often."""
@@ -94,7 +95,6 @@ class FailureNotice:
         # a part of the keys in the store.
         self.step += 1
         self._key = f"{self._board}/{self.step}"
-        self._first = None
 
     def post(self, message: str, *, final: bool = False) -> str:
         """Posts `message` for this step, unless a message is posted; returns it with its rank."""
@@ -113,23 +113,13 @@ class FailureNotice:
                 store().set_first(self._final_key, message)
         return message
 
-    def fail(self, error: BaseException, where: str = "", *, final: bool = False) -> str | None:
+    def fail(self, error: BaseException, *, final: bool = False) -> str | None:
         """Posts the error of this rank; returns the result of `cause`."""
-        notes = [*map(str, getattr(error, "__notes__", ())), *([where] if where else ())]
+        notes = map(str, getattr(error, "__notes__", ()))
         self.post(" ".join([f"{type(error).__name__}: {told(error)}", *notes]), final=final)
         # Read after the post: each rank reads the same cause, because the store keeps the first
         # message of all ranks. Before it, two ranks that fail at once would each find none.
-        self._first = self.cause()
-        return self._first
-
-    def raise_first(self, error: BaseException, kind: type[PipegradError]) -> None:
-        """Raises the words of the rank that failed before this one, if `fail` has read one.
-
-        An interrupt stays one. All ranks raise a DriftError, and a StallError has the cause.
-        """
-        stays = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
-        if self._first is not None and not stays:
-            raise elsewhere(kind, self._first) from error
+        return self.cause()
 
     def cause(self) -> str | None:
         """Returns the first message of this step if another rank posted it, or None."""
@@ -182,104 +172,6 @@ def elsewhere(kind: type[Raised], message: str) -> Raised:
     error = following(kind(f"{FAILED_ELSEWHERE}: {message}"))
     error.has_lost = _LOST in message or message == STORE_IS_GONE
     return error
-
-
-class FailedSteps:
-    """The failed steps of this rank, and whether it can go on; see [Note: failed steps].
-
-    Each collective of a failed step ends on all ranks, because the failed rank still launches the
-    rest of them. The next step begins when they have ended on this rank. This needs no message.
-    A rank cannot go on if a collective itself failed, or was never launched.
-
-    Args:
-        notice: The board for failures.
-        drain: Waits until everything that was launched has ended. Raises if some of it never ends.
-    """
-
-    def __init__(self, notice: FailureNotice, drain: Callable[[], object]) -> None:
-        self._notice = notice
-        self._drain = drain
-        self._final: BaseException | None = None
-        self._doubt: BaseException | None = None  # of a step whose collectives may still run
-
-    @property
-    def step(self) -> int:
-        """The number of the present step, with the failed ones; the same on all ranks."""
-        return self._notice.step
-
-    @property
-    def are_final(self) -> bool:
-        """True if this rank cannot go on."""
-        return self._final is not None
-
-    @property
-    def are_in_doubt(self) -> bool:
-        """True if a step has failed, and no step has begun on this rank since."""
-        return self.are_final or self._doubt is not None
-
-    def has_posted(self, error: BaseException) -> bool:
-        """True if `error` was posted, and no step has begun since."""
-        return error is self._doubt
-
-    def wait(self) -> None:
-        """Waits until everything that a failed step launched on this rank has ended."""
-        # Wait, because the failed step and the next step use the same communicators. If a
-        # collective never ends, the communicators of two ranks are at different collectives, and a
-        # later collective would receive the data of another one.
-        doubt, self._doubt = self._doubt, None
-        if doubt is not None and self._final is None:
-            try:
-                self._drain()
-            except Exception:  # noqa: BLE001 - a collective failed, or never ends
-                self._final = doubt
-
-    def end_for_good(self, error: BaseException) -> None:
-        """Makes `refuse` raise from now on."""
-        self._final = self._final or error
-
-    def refuse(self) -> None:
-        """Raises an error if this rank cannot go on after an earlier step.
-
-        Raises:
-            ReduceError: If an earlier failure is final. It contains that failure.
-        """
-        if self._doubt is not None:
-            self.wait()
-        if self._notice.has_failures and (words := self._notice.read_final()) is not None:
-            self.end_for_good(elsewhere(ReduceError, words))
-        if self._final is not None:
-            self._notice.next_step()
-            # Post the reason on the board of this step, because the other ranks begin this step
-            # too, and wait for this rank.
-            self._notice.post(f"it failed before: {self._final}", final=True)
-            raise following(
-                ReduceError(
-                    f"this GradientSync failed before and the ranks are out of step; end the "
-                    f"process and resume from a checkpoint. The failure: {self._final}"
-                )
-            ) from self._final
-
-    def begin(self) -> None:
-        """Begins a step. All ranks call it, or `post` for a step that fails before, once a step."""
-        self._notice.next_step()
-
-    def post(self, error: BaseException, *, begins: bool, final: bool) -> str | None:
-        """Posts for the other ranks that a step failed on this rank.
-
-        Returns:
-            As `cause`.
-        """
-        if begins:
-            self._notice.next_step()
-        # Set first, because an interrupt may come during the messages below.
-        self._doubt = error
-        if final:
-            self._final = self._final or error
-        return self._notice.fail(root_of(error), final=final)  # torch wraps what a stage raises
-
-    def cause(self) -> str | None:
-        """Returns the message of a rank that failed before this rank; None if there is none."""
-        return self._notice.cause()
 
 
 # The cause of a failed job. These functions are pure: they read records alone.
@@ -417,14 +309,14 @@ def _who_stalls(records: Mapping[int, Record]) -> tuple[list[int], str]:
         return [first.rank], f"{words}; other ranks wait for it"
     if together := sorted(rank for rank, others in waits_for.items() if not others):
         what, are = records[together[0]].waits[0][0], "is" if len(together) == 1 else "are"
-        words = f"{_numbers(together)} {are} in {what!r}, and it does not end: look at the network"
+        words = f"{of_ranks(together)} {are} in {what!r}, and it does not end: look at the network"
         return together, f"{words} between them"
     circle = [min(records)]
     while (rank := waits_for[circle[-1]][0]) not in circle:
         circle.append(rank)
     circle = circle[circle.index(rank) :]
     words = "; ".join(
-        f"rank {rank} waits for {_numbers(waits_for[rank])}: {records[rank].waits[0][0]}"
+        f"rank {rank} waits for {of_ranks(waits_for[rank])}: {records[rank].waits[0][0]}"
         for rank in circle
     )
     return circle, f"ranks wait for each other in a circle: {words}"
@@ -456,16 +348,9 @@ def _line(record: Record) -> str:
     words = f" ({record.process}): {record.words}"
     for what, ranks in record.waits:
         if what not in record.at:
-            words += f"; waits with {_numbers([r for r in ranks if r != record.rank])}: {what}"
-    if len(error := record.failure.error) > _MOST_CHARACTERS:
-        error = f"{error[:_MOST_CHARACTERS]}..."
+            words += f"; waits with {of_ranks([r for r in ranks if r != record.rank])}: {what}"
+    error = shortened(record.failure.error, _MOST_CHARACTERS)
     return f"{words}; its error: {error}" if error else words
-
-
-def _numbers(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {ranks}" if len(ranks) <= 8 else f"{len(ranks)} ranks"
 
 
 def _some(texts: Iterable[str]) -> str:

@@ -13,7 +13,6 @@ import json
 import math
 from base64 import b64decode, b64encode
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from importlib import import_module
@@ -151,7 +150,7 @@ _WRITERS: dict[type, Callable[[Any, int], object]] = {
 
 
 @cache
-def _writer_of(kind: type) -> Callable[[Any, int], object]:
+def _writer_of(kind: type[Any]) -> Callable[[Any, int], object]:
     """Returns the writer of a class that is no builtin type.
 
     Raises:
@@ -159,7 +158,7 @@ def _writer_of(kind: type) -> Callable[[Any, int], object]:
     """
     name = f"{kind.__module__.removeprefix('pipegrad.')}.{kind.__qualname__}"
     if name in _MODULES and kind is _class(name):
-        names = _fields(kind)
+        names = kind.__match_args__  # the fields of a dataclass, or of a NamedTuple
         return lambda value, depth: {name: _list([getattr(value, n) for n in names], depth)}
     # No enums and named tuples, because they would arrive as their base class.
     if not issubclass(kind, Enum) and not hasattr(kind, "_fields"):
@@ -181,9 +180,9 @@ def _opened(tagged: dict[str, Any]) -> object:
     if (read := _READERS.get(tag)) is not None:
         return read(content)
     kind = _class(tag)
-    if type(content) is not list or len(content) != len(_fields(kind)):
+    if type(content) is not list or len(content) != len(kind.__match_args__):
         raise MessageError(f"it has other fields than {tag} of this version")
-    return kind(**dict(zip(_fields(kind), content, strict=True)))
+    return kind(*content)
 
 
 def _read_tensor(content: list[Any]) -> torch.Tensor:
@@ -213,7 +212,7 @@ _READERS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def _class(name: str) -> type:
+def _class(name: str) -> type[Any]:
     """Returns a class of `_RECORDS`.
 
     Raises:
@@ -222,14 +221,5 @@ def _class(name: str) -> type:
     if name not in _MODULES:
         raise MessageError(f"no record is called {name[:100]!r}")
     module, attribute = _MODULES[name]
-    kind: type = getattr(import_module(f"pipegrad.{module}"), attribute)
+    kind: type[Any] = getattr(import_module(f"pipegrad.{module}"), attribute)
     return kind
-
-
-@cache
-def _fields(kind: type) -> tuple[str, ...]:
-    """Returns the names of the fields of a record."""
-    if is_dataclass(kind):
-        return tuple(field.name for field in fields(kind) if field.init)
-    names: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]  # a NamedTuple
-    return names

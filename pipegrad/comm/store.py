@@ -2,9 +2,9 @@
 
 [Note: signed values] Values are signed, because any process that reaches the store of a launch can
 write into it. A launcher on one machine draws a key and passes it to its ranks in the environment,
-which other users cannot read. Then a mark, and a keyed BLAKE2 hash of the store's key and the
-value, stand before each value. Reading a value without them raises MessageError. Without the
-variable, values are not signed.
+which other users cannot read. Then a mark, and an HMAC of the value and its key in the store, stand
+before each value. Reading a value without them raises MessageError. Without the variable, values
+are not signed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,7 +49,7 @@ class SignedStore:
     def __init__(self, store: Store, within_seconds: float = 30.0) -> None:
         self.raw = store
         self._within_seconds = within_seconds
-        self._hash = _keyed(os.environ.get(STORE_KEY, ""))
+        self._secret = os.environ.get(STORE_KEY, "").encode("utf-8", "surrogateescape")
 
     def clone(self, within_seconds: float) -> SignedStore:
         """Returns the same store over a separate connection, with another time for answers."""
@@ -136,25 +135,23 @@ class SignedStore:
         return b"".join(self.get(f"{key}/{name}/{at}") for at in range(0, int(size), _PIECE_BYTES))
 
     def _signed(self, key: str, content: bytes) -> bytes:
-        if self._hash is None:
+        if not self._secret:
             return content
-        return b"".join((_MARK, self._signature(self._hash, key, content), content))
+        return b"".join((_MARK, self._signature(key, content), content))
 
     def _opened(self, key: str, content: bytes) -> bytes:
-        if self._hash is None:
+        if not self._secret:
             if content.startswith(_MARK):
                 raise MessageError(_refusal(key))
             return content
         value = content[_HEAD:]
-        expected = _MARK + self._signature(self._hash, key, value)
+        expected = _MARK + self._signature(key, value)
         if not hmac.compare_digest(content[:_HEAD], expected):
             raise MessageError(_refusal(key))
         return value
 
-    def _signature(self, empty: blake2b, key: str, content: bytes) -> bytes:
-        signature = empty.copy()
-        signature.update(b"%b\0%b" % (key.encode(), content))
-        return signature.digest()
+    def _signature(self, key: str, content: bytes) -> bytes:
+        return hmac.digest(self._secret, b"%b\0%b" % (key.encode(), content), "sha256")
 
 
 def store() -> SignedStore:
@@ -162,13 +159,6 @@ def store() -> SignedStore:
     world = dist.group.WORLD
     assert world is not None
     return SignedStore(world.get_group_store())
-
-
-@cache
-def _keyed(key: str) -> blake2b | None:
-    """Returns an empty hash with a key; None without one."""
-    content = key.encode("utf-8", "surrogateescape")
-    return blake2b(key=sha256(content).digest(), digest_size=32) if key else None
 
 
 def of_one_machine() -> dict[str, str]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import atexit
 import gc
 import io
-import linecache
 import os
 import signal
 import sys
@@ -41,7 +40,7 @@ from pipegrad.comm.ending import set_all_in_vain
 from pipegrad.comm.failures import FAILED
 from pipegrad.comm.watch import Watch, watch
 from pipegrad.errors import PipegradError, causes_of, is_of_user
-from pipegrad.printable import printable, printable_lines
+from pipegrad.printable import printable, say
 
 TRACEBACK = "PIPEGRAD_TRACEBACK"  # a variable; 1 leaves every traceback as Python prints it
 _FIRST_SECONDS = 2.0  # for all ranks to be ready for their end
@@ -112,7 +111,7 @@ def _uncaught_in_thread(before: Callable[[Any], object], raised: threading.Excep
     elif not watched.has_alarm:
         name = raised.thread.name if raised.thread else "?"
         words = f"{failure_of(error).error}{user_lines(error)}"
-        _print(f"rank {watched.rank}, thread {name!r}: {words}")
+        say(f"Error: rank {watched.rank}, thread {name!r}: {words}")
 
 
 def _tell(watched: Watch, error: Exception) -> bool:
@@ -123,11 +122,11 @@ def _tell(watched: Watch, error: Exception) -> bool:
     report = watched.fail(error, lines)
     is_first = watched.rank == report.reporter
     if is_first and report.kind == "common":
-        _print(f"{report.cause}{lines}")
+        say(f"Error: {report.cause}{lines}")
     # Two ranks may have two mistakes. The mistake of this rank must not be lost.
     is_own = not failure.follows and not isinstance(error, PipegradError)
     if is_own and not is_first and report.kind != "common":
-        _print(f"rank {watched.rank}, too: {failure.error}")
+        say(f"Error: rank {watched.rank}, too: {failure.error}")
     return is_first
 
 
@@ -138,10 +137,6 @@ def _hint(error: Exception) -> str:
     return (
         "\n  The loss of a StepResult has no graph: scheduler.step() has run backward: leave it out"
     )
-
-
-def _print(words: str) -> None:
-    print(printable_lines(f"Error: {words}"), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def user_lines(error: BaseException) -> str:
@@ -157,7 +152,7 @@ def user_lines(error: BaseException) -> str:
     ]
     lines = list[str]()
     for frame in {(frame.filename, frame.lineno): frame for frame in frames}.values():
-        code = linecache.getline(frame.filename, frame.lineno or 0).strip()[:_MOST_CHARACTERS]
+        code = (frame.line or "")[:_MOST_CHARACTERS]
         where = f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
         lines.append(f"\n  {printable(f'{where}: {code}' if code else where)}")
     most = 1 if isinstance(error, PipegradError) and error.__cause__ is None else _MOST_FRAMES

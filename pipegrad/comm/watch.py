@@ -22,7 +22,6 @@ import atexit
 import faulthandler
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +47,7 @@ from pipegrad.comm.failures import ENDED, FailureReport, make_report
 from pipegrad.comm.store import SignedStore, store
 from pipegrad.comm.waits import let_block, look_with
 from pipegrad.errors import AgreementError, MessageError, StallError, following
+from pipegrad.printable import say
 
 _POLL_SECONDS, _QUICK_SECONDS, _TICK_SECONDS, _JOIN_SECONDS = 0.5, 0.1, 0.02, 1.0
 _ANSWER_SECONDS = 8.0  # for all ranks to post their records
@@ -82,7 +82,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self.show: Callable[[FailureReport], object] = _print
+        self.show: Callable[[FailureReport], object] = lambda report: say(f"Error: {report.shown}")
         self.ends_process, self.last_verb = False, "its set-up"
         self._world = ref(dist.group.WORLD)
         # A wait of another thread holds its connection to the store until it ends.
@@ -358,7 +358,7 @@ class Watch:
         self._take(report, shows=lower <= gone | {*silent})
 
     def _show(self, report: FailureReport) -> None:
-        with suppress(Exception):  # the exchange must go on, also if the report cannot be printed
+        with suppress(Exception):  # stderr may be closed; the exchange must go on
             self.show(report)
 
     def _key(self, *parts: object) -> str:
@@ -435,11 +435,6 @@ def _at_exit() -> None:
     # Python would end these threads inside of torch, which aborts the process.
     for each in list(_watches.values()):
         each.leave()
-
-
-def _print(report: FailureReport) -> None:
-    with suppress(Exception):  # stderr may be closed
-        print(f"Error: {report.shown}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 _SIGNS = {

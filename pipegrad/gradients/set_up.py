@@ -18,7 +18,7 @@ from torch import nn
 
 from pipegrad.comm.agreement import agree, agree_keeping, same, warn_once
 from pipegrad.comm.ending import Ending
-from pipegrad.comm.failures import FailedSteps, FailureNotice
+from pipegrad.comm.failures import FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
 from pipegrad.errors import PlanError
 from pipegrad.gradients.bucket import GradientBucket
@@ -320,7 +320,7 @@ class Parts:
         _wrapped: The modules of this rank's stages that FSDP2 has wrapped.
         _groups: The communicators.
         _reducer: Launches collectives, and waits for them.
-        _failures: Failures of all steps.
+        _failures: The board of failures, which counts the steps.
         _ending: Ends threads and groups.
         _parameters: This rank's parameters by key.
         _tensors: Checks that modules still hold the parameters.
@@ -342,7 +342,7 @@ class Parts:
         plan, topology, device = agreed.plan, agreed.topology, agreed.device
         options, ranks = agreed.options, sorted(topology.ranks)
         self.modules = dict(modules)
-        notice = FailureNotice(agreed.name)
+        self._failures = FailureNotice(agreed.name)
         self._wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
         self._groups = Groups(
             plan.groups, ranks=ranks, rank=topology.rank, device=device, chains=plan.chains
@@ -352,7 +352,7 @@ class Parts:
             comm_streams=options.comm_streams,
             groups=self._groups,
             handlers=agreed.plugins,
-            notice=notice,
+            notice=self._failures,
             device=device,
         )
         self._ending = Ending(
@@ -360,11 +360,10 @@ class Parts:
             threads=self._reducer.comm_streams,
             groups=self._groups.joined,
             is_local=is_local(device),
+            # Wait for pair exchanges, because another rank would never receive a message whose
+            # group was destroyed first.
+            begin=self._reducer.submit_send_waits,
         )
-        # Wait for pair exchanges, because another rank would never receive a message whose group
-        # was destroyed first.
-        self._ending.call(self._reducer.submit_send_waits)
-        self._failures = FailedSteps(notice, self._reducer.wait)
         # Gradients and parameters have separate memory, because the next step's gradients are
         # written while the parameters of this step may still be in flight.
         buffers = {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from pipegrad.comm.comm_stream import outside_of_graphs
+from pipegrad.comm.failures import elsewhere
 from pipegrad.comm.watch import Bounded
-from pipegrad.errors import PipegradError, StepError
+from pipegrad.errors import PipegradError, ReduceError, StepError, following, root_of
 from pipegrad.gradients.bucket import BucketState, GradientBucket
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.optimizer_watch import Gradients, News, OptimizerWatch, steps_alike
@@ -154,6 +155,10 @@ class Step(Parts):
         self._open = OpenStep()  # the last one that began
         self._last_together = 0  # the last step with a barrier at its end
         self._last_unused = 0  # the last step whose gradients no optimizer has used
+        # The errors after which this rank cannot go on, and of a step whose collectives may still
+        # run. The board has neither, because an error refers to this object by its frames.
+        self._final: BaseException | None = None
+        self._doubt: BaseException | None = None
         self._watch = OptimizerWatch(
             self._parameters.values(),
             parameter_sync=self._parameter_sync,
@@ -208,8 +213,7 @@ class Step(Parts):
             self._prepare(divisor)
 
     def _prepare(self, divisor: float | None) -> None:
-        self._look_for_half_made()
-        self._failures.refuse()
+        self._refuse_final()
         self._check("prepare")
         continues = self.is_in_step
         if continues and self._open.divides_late != (divisor is None):
@@ -240,7 +244,7 @@ class Step(Parts):
         if divisor is None and not continues:
             for bucket in self._buckets.values():
                 bucket.refuse_values()
-        self._failures.begin()
+        self._failures.next_step()
         self._open = OpenStep(
             accumulates=self._is_accumulating,
             divides_late=divisor is None,
@@ -419,7 +423,7 @@ class Step(Parts):
                 # After this collective all ranks read the same on the board, and no rank compares
                 # alone, because a failed rank takes part in it too.
                 self._reducer.barrier()()
-            self._reducer.notice.refuse_failed()
+            self._failures.refuse_failed()
         except BaseException as error:
             self.abort(error)
             raise
@@ -466,11 +470,11 @@ class Step(Parts):
         """
         if self._state is State.CLOSED:
             return None
-        if self._failures.has_posted(error):
+        if error is self._doubt:
             return self._failures.cause()
         if not begun:
-            self._failures.wait()
-            if self._failures.are_final:
+            self._wait_for_failed()
+            if self._final is not None:
                 return None  # `prepare` has posted it
         # A step that only accumulates may be followed by the next one without `finish`.
         begins = not begun and (not self.is_in_step or self._open.accumulates)
@@ -480,7 +484,7 @@ class Step(Parts):
         reduces = is_unfinished and not accumulates
         launches = reduces and bool(self.plan.launches)
         final = final or (launches and (self._keeps_state or self._reducer.has_failed))
-        cause = self._failures.post(error, begins=begins, final=final)
+        cause = self._post(error, begins=begins, final=final)
         if is_unfinished:
             self._drop()
         if reduces and not final:
@@ -608,20 +612,65 @@ class Step(Parts):
         except StepError as error:  # `finish` raises it, and posts it for other ranks
             self._open.error = error
 
-    def _look_for_half_made(self) -> None:
-        """Ends the training after a step that some ranks have made, and others have not."""
-        failed = self._reducer.notice.last_failed()
+    def _post(self, error: BaseException, *, begins: bool, final: bool) -> str | None:
+        """Posts the error of a step that failed on this rank; returns the result of `abort`.
+
+        Args:
+            error: The error.
+            begins: Whether the step has not begun on this rank.
+            final: Whether this rank cannot go on.
+        """
+        if begins:
+            self._failures.next_step()
+        # Set first, because an interrupt may come during the messages below.
+        self._doubt = error
+        if final:
+            self._final = self._final or error
+        return self._failures.fail(root_of(error), final=final)  # torch wraps what a stage raises
+
+    def _wait_for_failed(self) -> None:
+        """Waits until everything that a failed step launched on this rank has ended."""
+        # Wait, because the failed step and the next step use the same communicators. If a
+        # collective never ends, the communicators of two ranks are at different collectives, and a
+        # later collective would receive the data of another one.
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None and self._final is None:
+            try:
+                self._reducer.wait()
+            except Exception:  # noqa: BLE001 - a collective failed, or never ends
+                self._final = doubt
+
+    def _refuse_final(self) -> None:
+        """Raises an error if this rank cannot go on after an earlier step.
+
+        Raises:
+            ReduceError: If an earlier failure is final. It contains that failure.
+        """
+        # Some ranks have made a step, and others have not.
+        failed = self._failures.last_failed()
         if (
             self._watch.gradients is Gradients.USED
             and self._last_unused < failed <= self._failures.step
         ):
-            self._failures.end_for_good(
-                StepError(
-                    f"step {failed} has failed on another rank after it ended on this one, and "
-                    f"optimizer.step() has used its gradients here, so the parameters of ranks are "
-                    f"of different steps"
-                )
+            self._final = self._final or StepError(
+                f"step {failed} has failed on another rank after it ended on this one, and "
+                f"optimizer.step() has used its gradients here, so the parameters of ranks are of "
+                f"different steps"
             )
+        self._wait_for_failed()
+        if self._failures.has_failures and (words := self._failures.read_final()) is not None:
+            self._final = self._final or elsewhere(ReduceError, words)
+        if self._final is not None:
+            self._failures.next_step()
+            # Post the reason on the board of this step, because the other ranks begin this step
+            # too, and wait for this rank.
+            self._failures.post(f"it failed before: {self._final}", final=True)
+            raise following(
+                ReduceError(
+                    f"this GradientSync failed before and the ranks are out of step; end the "
+                    f"process and resume from a checkpoint. The failure: {self._final}"
+                )
+            ) from self._final
 
     def _refuse_reduced(self) -> None:
         """Refuses a step of another sync with the same parameters, which would add to gradients."""

@@ -508,7 +508,7 @@ class GradientSync(Step):
                     outer.step()
                     self.tape.note("wait for ranks", what, began)
             except BaseException as error:
-                self._failures.post(error, begins=False, final=True)
+                self._post(error, begins=False, final=True)
                 raise
 
     @outside_of_graphs
@@ -625,7 +625,7 @@ class GradientSync(Step):
         try:
             # Do not wait inside a step, or after a failed one, because other ranks may never run
             # the collectives that are in flight here.
-            if not self.is_in_step and not self._failures.are_in_doubt:
+            if not self.is_in_step and self._final is None and self._doubt is None:
                 for ticket in self._reducer.submit_send_waits():
                     self._reducer.wait_for(ticket)
                 if self._parameter_sync.is_taken:

@@ -50,6 +50,7 @@ class Place:
             waits_for,
             (number, self.rank),
             str(actions[-1]) if actions else "",
+            self.drawn,
         )
 
     def drawn(self, pipeline: int, marks: Mapping[int, str]) -> str:

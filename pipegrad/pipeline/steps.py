@@ -31,7 +31,7 @@ from torch.profiler import record_function
 from pipegrad.comm.activity import Activity, Recorder, has_lost_connection
 from pipegrad.comm.agreement import agree_keeping, nobody_comes, same
 from pipegrad.comm.failures import FailureNotice, elsewhere
-from pipegrad.errors import PipegradError, StallError, StepError
+from pipegrad.errors import DriftError, PipegradError, StallError, StepError
 from pipegrad.gradients.loose import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
@@ -94,9 +94,7 @@ class StepKind:
         # It may not refer to this object, which refers to it, because the threads of an unused
         # Scheduler would then wait for the garbage collector.
         self.place = place = Place(program, topology)
-        self.activity = Activity(
-            "", details=place.details, drawing=place.drawn, position=lambda: place.position
-        )
+        self.activity = Activity("", details=place.details, position=lambda: place.position)
         self._values = values
         self._compute = compute
         self.transfers = transfers
@@ -651,8 +649,7 @@ class Steps:
         sync, forward_only = self._sync, kind.program.forward_only
         # The notice comes first, because ranks that receive zeros below may fail on them, and must
         # then find the cause there.
-        if not isinstance(error, StallError):
-            self._notice.fail(error)
+        cause = None if isinstance(error, StallError) else self._notice.fail(error)
         # Nothing is waited for, because it is unknown which messages were sent, or no other rank
         # may come. See [Note: interrupts] in `transfers`.
         is_over = (
@@ -695,8 +692,11 @@ class Steps:
                 )
         if interrupt is not None:
             raise interrupt from error
-        if begun:  # the error of a batch that does not fit is this rank's own
-            self._notice.raise_first(error, StepError)
+        # An interrupt stays one, and a DriftError is raised on all ranks. The error of a batch that
+        # does not fit is this rank's own.
+        stays = not begun or not isinstance(error, Exception) or isinstance(error, DriftError)
+        if cause is not None and not stays:
+            raise elsewhere(StepError, cause) from error
 
     # The first step of a kind.
 

@@ -57,7 +57,7 @@ from pipegrad.comm.failures import FAILED, STALLED, FailureReport
 from pipegrad.comm.store import SignedStore
 from pipegrad.comm.watch import watch
 from pipegrad.errors import ConfigError, PipegradError
-from pipegrad.printable import printable_lines
+from pipegrad.printable import say
 from pipegrad.train.config import Config
 
 _KEY = "pipegrad/start"
@@ -187,11 +187,7 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
 def _end_late() -> None:
     """Ends a process that still runs long after the end of its run."""
     names = [t.name for t in threading.enumerate() if not t.daemon and t.name != "MainThread"]
-    print(  # noqa: T201
-        f"Error: the run has ended, but not its process; threads that still run: {names}",
-        file=sys.stderr,
-        flush=True,
-    )
+    say(f"Error: the run has ended, but not its process; threads that still run: {names}")
     os._exit(STALLED)
 
 
@@ -203,7 +199,7 @@ def _end_at_once(number: int) -> None:
     if watched is not None and watched.has_alarm_soon():
         return
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)  # noqa: T201
+        say(f"stopped by {signal.Signals(number).name}")
     os._exit(exit_code(number))
 
 
@@ -384,7 +380,7 @@ def show_in(folder: Path) -> None:
     """Writes the report of a later failure into a run's folder, too."""
 
     def show(report: FailureReport) -> None:
-        _print(report.text)
+        say(f"Error: {report.text}")
         with suppress(OSError):
             _write_text(folder / "failure.txt", f"{report.text}\n")
 
@@ -403,26 +399,22 @@ def fail(error: BaseException, folder: Path | None, *, shows_traceback: bool) ->
     # Do not end the job in a process group of the caller, because its ranks go on.
     if watched is None or not watched.ends_process:
         words = str(error) if isinstance(error, PipegradError) else failure_of(error).error
-        once_a_machine(partial(_print, f"{words}{note}"))
+        once_a_machine(partial(say, f"Error: {words}{note}"))
         FailureReport(words, words, 0, "common").tell_launcher()
         return FAILED
     report = watched.fail(error, note)
     if report.kind == "common":
-        once_a_machine(partial(_print, report.cause))
+        once_a_machine(partial(say, f"Error: {report.cause}"))
     if dist.get_rank() != report.reporter:
         time.sleep(_LATER_SECONDS)
     return report.exit_code
-
-
-def _print(words: str) -> None:
-    print(f"Error: {printable_lines(words)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _write_traceback(error: BaseException, folder: Path | None, *, shows: bool) -> str:
     """Prints a traceback, writes it into a folder, or both; returns the file, "" without one."""
     text = "".join(traceback.format_exception(error))
     if shows:
-        print(printable_lines(text), file=sys.stderr, flush=True)  # noqa: T201
+        say(text)
     if folder is not None:
         with suppress(OSError):
             rank = dist.get_rank() if dist.is_initialized() else 0

@@ -174,7 +174,7 @@ def test_activities_are_gone_when_they_have_ended_and_threads_when_a_rank_leaves
         error.__cause__ = raised
     failed = failed_at(error)
     assert failed is not None
-    assert (failed.doing, failed.details.item) == (("outer", "inner"), "at")
+    assert (failed.doing, failed.item) == (("outer", "inner"), "at")
     assert failed_at(OSError()) is None
     with Activity("suspended") as suspended:
         began = suspended.since

@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 
+from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.ending import Ending, set_all_in_vain
 from pipegrad.comm.store import SignedStore
 from pipegrad.comm.watch import Neighbours, _machine, process_state
@@ -78,16 +80,15 @@ def test_a_rank_alone_on_its_machine_has_no_neighbours(monkeypatch: pytest.Monke
     assert (found.learn(), found.known) == (True, {})
 
 
-class Stuck:
+class Stuck(CommStream):
     """A thread in a collective that never ends."""
 
     def __init__(self) -> None:
+        super().__init__("stuck", torch.device("cpu"), threaded=False)
         self.waits: list[float] = []
 
-    def stop(self) -> None: ...
-
-    def join(self, timeout_seconds: float) -> bool:
-        self.waits.append(timeout_seconds)
+    def join(self, timeout_seconds: float | None = None) -> bool:
+        self.waits.append(timeout_seconds or 0.0)
         return False
 
 
