@@ -45,6 +45,8 @@ from pipegrad.pipeline.scheduler import Scheduler
 HANDLERS, OPTIMIZER = "handlers", "optimizer"
 _NAMES_SHOWN = 4
 _OPTIMIZER_KEY = re.compile(r"optimizer\.(.*)\.([^.@]+)(@.*)?")
+# Options of torch's optimizers that decide which state they keep: whether it is set, not its value.
+_KEEPING = ("amsgrad", "centered", "momentum")
 
 
 class Stateful(Protocol):
@@ -186,6 +188,7 @@ class State:
             extra[HANDLERS] = kept
         if self.optimizer is not None:
             extra[OPTIMIZER] = _unnamed(self.optimizer.state_dict())
+            extra[OPTIMIZER]["kinds"] = _kinds(self.optimizer)
             for name, (main, _) in self._mains.items():
                 values = dict(self.optimizer.state.get(main.tensor, {}))
                 if main.copied:
@@ -310,54 +313,37 @@ class State:
             base = options or _unnamed(self.optimizer.state_dict())
             self.optimizer.load_state_dict({**base, "state": {**base["state"], **state}})
 
-    def check_optimizer(
-        self, files: Files, saved: Mapping[str, Any] | None, *, options: bool
-    ) -> None:
-        """Refuses the state of another optimizer, or of options that give it other names. Local.
+    def check_optimizer(self, saved: Mapping[str, Any] | None, *, options: bool) -> None:
+        """Refuses the state of another optimizer, or of options that keep other state. Local.
 
         Args:
-            files: The checkpoint.
-            saved: The extra state of its optimizer.
+            saved: The extra state of the checkpoint's optimizer.
             options: True if its options are taken, too.
 
         Raises:
-            CheckpointError: If the optimizer, or the names of its state, differ.
+            CheckpointError: If the optimizer, or an option that decides what it keeps, differs.
         """
         if self.optimizer is None:
             return
         if saved is None:
             raise CheckpointError("has no state of an optimizer, but a model alone")
-        for part in parts_in(self.optimizer):
-            missing = [part.defaults.keys() - group.keys() for group in saved["param_groups"]]
-            if all(missing):
-                raise CheckpointError(
-                    f"is of another optimizer: {type(part).__name__} has the options "
-                    f"{sorted(missing[0])}, which that of the checkpoint did not have"
-                )
-        written: dict[str, set[str]] = {}
-        for key in files.index.tensors:
-            match = _OPTIMIZER_KEY.fullmatch(key)
-            if match is not None and match[2] != MASTER:
-                written.setdefault(match[1], set()).add(match[2])
+        if saved.get("kinds") != (kinds := _kinds(self.optimizer)):
+            raise CheckpointError(f"is of another optimizer: of {saved.get('kinds')}, not {kinds}")
+        if options:
+            return
         there = {name: group for group in saved["param_groups"] for name in group["params"]}
-        here = {
-            id(tensor): (type(part), group)
-            for part in parts_in(self.optimizer)
-            for group in part.param_groups
-            for tensor in group["params"]
-        }
+        groups = self.optimizer.param_groups
+        here = {id(tensor): group for group in groups for tensor in group["params"]}
         for name, (main, stepped) in self._mains.items():
-            kind, group = here[id(main.tensor)]
-            of_file = {**group, **there.get(parted(stepped)[0], {})}
-            wanted = _state_names(kind, of_file if options else group, main.tensor)
-            # Use the options for a parameter without a step, because it has no state.
-            found = written.get(name) or _state_names(kind, of_file, main.tensor)
-            if wanted is not None and found != wanted:
-                raise CheckpointError(
-                    f"is of another optimizer, or of other options: {kind.__name__} keeps "
-                    f"{sorted(wanted)} of {name!r} here, and {sorted(found or ())} there: take the "
-                    f"options of the run that wrote it, such as amsgrad or momentum"
-                )
+            group = here[id(main.tensor)]
+            of_file = there.get(parted(stepped)[0], group)
+            for option in _KEEPING:
+                if bool(group.get(option)) != bool(of_file.get(option)):
+                    raise CheckpointError(
+                        f"is of an optimizer that keeps other state: {option} of {name!r} is "
+                        f"{group.get(option)} here, and {of_file.get(option)} there: take the "
+                        f"options of the run that wrote it"
+                    )
 
     def _located(self) -> Iterator[tuple[str, Tensor, Place]]:
         """Yields key, tensor and place of each parameter and buffer."""
@@ -366,22 +352,8 @@ class State:
             yield key, tensor, place or Place.whole(tensor.shape)
 
 
-def _state_names(kind: Any, group: Mapping[str, Any], like: Tensor) -> set[str] | None:  # noqa: ANN401 - a class of optimizers
-    """Returns the names of an optimizer's state for such a tensor, by stepping a small one.
-
-    None for optimizers outside of torch, because they may keep more for large tensors, or need more
-    options. None also if the step fails.
-    """
-    if not kind.__module__.startswith("torch.optim."):
-        return None
-    probe = nn.Parameter(torch.zeros((2,) * like.ndim, dtype=like.dtype, device=like.device))
-    probe.grad = torch.zeros_like(probe)
-    try:
-        optimizer = kind([{**group, "params": [probe]}])
-        optimizer.step()
-    except Exception:  # noqa: BLE001 - such as SparseAdam's, which takes no dense gradient
-        return None
-    return set(optimizer.state[probe])
+def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [type(part).__name__ for part in parts_in(optimizer)]
 
 
 def _unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
