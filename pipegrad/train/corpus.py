@@ -78,12 +78,10 @@ class FileTokenizer(Tokenizer):
     def __init__(self, config: Config, path: Path) -> None:
         self._config, self._path = config, path
         library = _library(config, "data.tokenizer", "tokenizers")
-        try:
+        words = f"{path} is no file of the library tokenizers: "
+        with config.refusing("data.tokenizer", words, say=reason):
             text = run_files.read(path).decode()
             self._tokenizer = library.Tokenizer.from_str(text)
-        except Exception as error:  # noqa: BLE001 - the library raises nothing more precise
-            complaint = f"{path} is no file of the library tokenizers: {reason(error)}"
-            config.refuse("data.tokenizer", complaint, cause=error)
         # Use all text, because a file may cut off long texts and fill up short ones.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -98,13 +96,9 @@ class FileTokenizer(Tokenizer):
     def _ends(self) -> frozenset[int]:
         """Returns the tokens at which `generate` of transformers ends a text of this directory."""
         for path in map(self._path.with_name, ("generation_config.json", "config.json")):
-            try:
-                found = json.loads(run_files.read(path)).get("eos_token_id")
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError, AttributeError) as error:
-                complaint = f"{path} cannot be read: {reason(error)}"
-                self._config.refuse("data.tokenizer", complaint, cause=error)
+            with self._config.refusing("data.tokenizer", f"{path} cannot be read: ", say=reason):
+                values = json.loads(run_files.read(path)) if path.exists() else {}
+                found = values.get("eos_token_id")
             if found is not None:
                 listed = found if isinstance(found, list) else [found]
                 return frozenset(token for token in listed if isinstance(token, int))

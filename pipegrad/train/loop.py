@@ -414,10 +414,8 @@ class Trainer:
         self.checkpoint = folder
         if folder is None:
             return
-        try:
+        with config.refusing("train.resume", "", CheckpointError):
             resumed = checkpoint.resume(folder, self._state, options=False)
-        except CheckpointError as error:
-            config.refuse("train.resume", str(error), cause=error)
         self._update.follow(resumed.step)
         notes = [*_differences(resumed.run, self._run), *resumed.notes]
         self.notes = tuple(f"train.resume: {note}" for note in notes)

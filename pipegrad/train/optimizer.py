@@ -43,17 +43,9 @@ def make_optimizer(
     kind, others = kinds(config)
     names = choice.name if choice.others is None else f"{choice.name} with {choice.others.name}"
     beside = {} if others is None else {"others": others}
-    return _made(config, "optimizer", names, partial(make, kind, **beside, **choice.options))
-
-
-def _made(
-    config: Config, key: str, names: str, make: Callable[[], torch.optim.Optimizer]
-) -> torch.optim.Optimizer:
     # torch checks values of options itself, with many kinds of errors.
-    try:
-        return make()
-    except Exception as error:  # noqa: BLE001 - any error of torch about an option
-        config.refuse(key, f"{names} will not take that: {error}", cause=error)
+    with config.refusing("optimizer", f"{names} will not take that: ", say=str):
+        return make(kind, **beside, **choice.options)
 
 
 def kinds(config: Config) -> tuple[type, Callable[..., torch.optim.Optimizer] | None]:
@@ -121,25 +113,21 @@ def _step(
     """Returns an optimizer that has made a step."""
     probe = nn.Parameter(torch.ones(2, 2, device=device))
     probe.grad = torch.ones_like(probe)
-    make = partial(_kind(config, key, part), [probe], **part.options)
-    optimizer = _made(config, key, part.name, make)
-    try:
+    kind = _kind(config, key, part)
+    with config.refusing(key, f"{part.name} will not take that: ", say=str):
+        optimizer: torch.optim.Optimizer = kind([probe], **part.options)
+    with config.refusing(key, "its first step fails: "):
         optimizer.step()
-    except Exception as error:  # noqa: BLE001 - any error of torch about an option
-        config.refuse(key, f"its first step fails: {error!r}", cause=error)
     return optimizer
 
 
 def _try_out(config: Config, schedule: LRScheduler, last: int) -> None:
     """Makes the first steps of a learning-rate schedule, and its last one, to find its errors."""
-    try:
+    words = f"fails within {config.train.steps} steps: "
+    with config.refusing("optimizer.schedule", words), warnings.catch_warnings():
         advance(schedule, min(last, 2))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch would rather make all steps
-            schedule.step(last)
-    except Exception as error:  # noqa: BLE001 - any error of torch about an option
-        complaint = f"fails within {config.train.steps} steps: {error!r}"
-        config.refuse("optimizer.schedule", complaint, cause=error)
+        warnings.simplefilter("ignore")  # torch would rather make all steps
+        schedule.step(last)
     rate = float(schedule.optimizer.param_groups[0]["lr"])
     if not math.isfinite(rate):
         config.refuse("optimizer.schedule", f"comes to the learning rate {rate}")
@@ -195,10 +183,8 @@ def _scheduler(
         config.refuse(key, "it cannot be given by name and plain options: list others in a row")
     if complaint := complaints_of(kind, part.options, given=("optimizer",)):
         config.refuse(key, f"it {complaint}")
-    try:
+    with config.refusing(key, "torch will not take that: "):
         scheduler: LRScheduler = kind(optimizer, **part.options)
-    except Exception as error:  # noqa: BLE001 - any error of torch about an option
-        config.refuse(key, f"torch will not take that: {error!r}", cause=error)
     return scheduler
 
 

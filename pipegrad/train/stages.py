@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pipegrad import Cut, Scheduler, Stage, Topology, run_files
 from pipegrad.comm.activity import failure_of
 from pipegrad.comm.agreement import agree, agree_keeping, nobody_comes
-from pipegrad.errors import AgreementError, ConfigError, WeightsError, in_words
+from pipegrad.errors import AgreementError, ConfigError, WeightsError
 from pipegrad.partition.cut_model import Source
 from pipegrad.partition.hf.files import extra
 from pipegrad.partition.hf.pretrained import meta_model
@@ -62,10 +62,8 @@ def build_stages(
             stage.module.to(device)
         if (choice := config.parallel.prepare) is not None:
             prepare = with_options(config, "parallel.prepare", choice, lambda names: names[:2])
-            try:
+            with config.refusing("parallel.prepare", "it fails: "):
                 prepare([stage.module for stage in own], topology)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
-                config.refuse("parallel.prepare", f"it fails: {in_words(error)}", cause=error)
         for stage in own:
             if (dtype := _AUTOCAST.get(config.train.precision)) is not None:
                 autocast = torch.autocast(device.type, dtype=dtype)
@@ -324,10 +322,8 @@ def load_stages(config: Config, cut: Cut, stages: Sequence[int]) -> None:
     key, path = _named(config)
     is_saved = key == "model.pretrained"
     cut.source = Source("cpu", None if is_saved else config.train.seed, path if is_saved else None)
-    try:
+    with config.refusing(key, "", WeightsError, AgreementError):
         cut.load(stages)
-    except (WeightsError, AgreementError) as error:
-        config.refuse(key, str(error), cause=error)
 
 
 def save_model(config: Config, cut: Cut, folder: Path) -> None:
@@ -346,13 +342,11 @@ def save_model(config: Config, cut: Cut, folder: Path) -> None:
         if is_first and tokenizer is not None:
             _copy_tokenizer(tokenizer, folder)
 
-    try:
+    words = f"the model cannot be written into {folder}: "
+    with config.refusing("train.output", words, WeightsError, AgreementError, OSError, say=str):
         agree("the folder of the model", make)
         cut.save_pretrained(folder)
         agree("the tokenizer of the model", copy)
-    except (WeightsError, AgreementError, OSError) as error:
-        complaint = f"the model cannot be written into {folder}: {error}"
-        config.refuse("train.output", complaint, cause=error)
 
 
 def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
