@@ -6,17 +6,13 @@ ranks alike, before any training.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import math
-import random
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,7 +38,6 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files in the folder of a tokenizer.json that belong to it.
 _BESIDE = (_TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 _PLAIN_TOKENIZER = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
-RANDOM = "the next random number"  # sorts after names of parameters
 
 
 def build_stages(
@@ -99,12 +94,22 @@ def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer |
         if not any(p.requires_grad for m in cut.modules.values() for p in m.parameters()):
             config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
         location = tuple(topology.coordinate(axis) for axis in config.parallel.dimensions)
-        return cut, (location, digests_of([cut.modules[i] for i in topology.local_stages]))
+        return cut, (location, cut.begins(topology.local_stages))
 
-    cut, digests = agree_keeping("the model", make, timeout_seconds=_PREPARE_SECONDS)
-    if uncut is None:
-        check_alike(config, digests)
-    else:
+    cut, replies = agree_keeping("the model", make, timeout_seconds=_PREPARE_SECONDS)
+    # Ranks of one location must have made the same values, also of stages that only one of them
+    # keeps. Other locations may hold other shards.
+    first: dict[object, tuple[int, object]] = {}
+    for rank, (location, begins) in enumerate(replies):
+        other, expected = first.setdefault(location, (rank, begins))
+        if begins != expected:
+            config.refuse(
+                "model.factory",
+                f"it makes other values on rank {rank} than on rank {other}, though train.seed "
+                f"seeds torch, numpy and random alike: draw from these alone, in an order that no "
+                f"set or hash decides",
+            )
+    if uncut is not None:
         load_stages(config, cut, topology.local_stages)
     return cut
 
@@ -164,52 +169,6 @@ def try_out(
         if not torch.equal(buffer, before):  # one that is expanded cannot be written
             with torch.no_grad():
                 buffer.copy_(before)
-
-
-def digests_of(modules: Sequence[nn.Module]) -> dict[str, str]:
-    """Returns a digest of the bits of each parameter and buffer of stages, by name.
-
-    The state of the random generators has a digest, too. It shows that ranks have drawn alike, also
-    for layers that only one of them keeps. Call this right after the model was made.
-    """
-    named = [n for m in modules for n in chain(m.named_parameters(), m.named_buffers())]
-    drawn = repr((random.getstate(), np.random.get_state())).encode()
-    return {
-        **{name: _digest(tensor) for name, tensor in named if not tensor.is_meta},
-        RANDOM: f"{_digest(torch.get_rng_state())} {hashlib.sha256(drawn).hexdigest()}",
-    }
-
-
-def _digest(tensor: Tensor) -> str:
-    held: Tensor = getattr(tensor, "to_local", lambda: tensor)()  # of a DTensor
-    content = held.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(content.numpy().data).hexdigest()
-
-
-def check_alike(config: Config, replies: Sequence[tuple[object, Mapping[str, str]]]) -> None:
-    """Refuses a factory that made other values on one rank than on another.
-
-    Args:
-        config: The configuration.
-        replies: For each rank its location in the dimensions that a factory may shard along, and
-            its `digests_of` the model.
-
-    Raises:
-        ConfigError: If values differ. Names a parameter that differs, and two ranks.
-    """
-    # Ranks of one location must have the same values. Other locations may hold other shards. Each
-    # name has its own first rank, because a rank has values of its own stages only.
-    first: dict[tuple[object, str], tuple[int, str]] = {}
-    for rank, (location, digests) in enumerate(replies):
-        for name, own in sorted(digests.items()):
-            other, expected = first.setdefault((location, name), (rank, own))
-            if own != expected:
-                config.refuse(
-                    "model.factory",
-                    f"it makes other values on rank {rank} than on rank {other}, of {name!r}, "
-                    f"though train.seed seeds torch, numpy and random alike: draw from these "
-                    f"alone, in an order that no set or hash decides",
-                )
 
 
 def largest_first(config: Config, tokenizer: Tokenizer) -> Tensor:
