@@ -13,7 +13,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import importlib
-import json
 import pydoc_data.topics
 import random
 from collections.abc import Iterator, Sequence
@@ -43,11 +42,9 @@ class Tokenizer:
         dtype: The dtype of tokens, as numpy names it.
         digest: Differs between tokenizers that make different tokens.
         unit: A word for tokens in messages.
-        ends: Tokens after which a sample ends.
     """
 
     size, dtype, digest, unit = 256, "uint8", "bytes", "bytes"
-    ends: frozenset[int] = frozenset()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Returns the tokens of each text, without special tokens."""
@@ -91,18 +88,6 @@ class FileTokenizer(Tokenizer):
         self.size = max(vocabulary.values()) + 1  # numbers may be missing in between
         self.dtype = "uint16" if self.size <= 2**16 else "uint32"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
-        self.ends = self._ends()
-
-    def _ends(self) -> frozenset[int]:
-        """Returns the tokens at which `generate` of transformers ends a text of this directory."""
-        for path in map(self._path.with_name, ("generation_config.json", "config.json")):
-            with self._config.refusing("data.tokenizer", f"{path} cannot be read: ", say=reason):
-                values = json.loads(run_files.read(path)) if path.exists() else {}
-                found = values.get("eos_token_id")
-            if found is not None:
-                listed = found if isinstance(found, list) else [found]
-                return frozenset(token for token in listed if isinstance(token, int))
-        return frozenset()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)

@@ -309,7 +309,7 @@ def read_texts(config: Config) -> Texts:
                 "gives batches and no text",
             )
         tokenizer = tokenizer_of(config)
-        digests = [tokenizer.digest, str(sorted(tokenizer.ends))]
+        digests = [tokenizer.digest]
         training = None if has_batches else read_corpus(config)
         held_out = read_corpus(config, "eval.files") if config.eval.files else None
         digests += [corpus.digest for corpus in (training, held_out) if corpus is not None]

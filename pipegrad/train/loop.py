@@ -67,7 +67,7 @@ from pipegrad.train.run_folder import (
     make_run_folder,
     refuse_unseen,
 )
-from pipegrad.train.stages import build_stages, positions, save_model, try_out
+from pipegrad.train.stages import build_stages, ends_of, positions, save_model, try_out
 from pipegrad.train.summary import make_summary
 
 # A run that goes on from a checkpoint with another value of these has a note.
@@ -170,15 +170,18 @@ class Trainer:
             held_out = make_feed(self.job, self._topology, texts, held_out=True)
             if not held_out.check(state for state, *_ in held_out.begin(1)):
                 config.refuse(held_out.what, "there is no batch")
-        length = config.data.sequence_length
+        length, ends = config.data.sequence_length, list[int]()
         if config.model.is_transformers:  # batches of a function have their own length
-            length = min(length, positions(self._cut.uncut))
+            uncut = self._cut.uncut
+            length = min(length, positions(uncut))
+            ends = agree("the end of a sample", lambda: ends_of(uncut))[0]
         self._evaluation = Evaluation(
             self.job,
             self._scheduler,
             feed=held_out,
             tokenizer=texts.tokenizer,
             length=length,
+            ends=ends,
             device=self._device,
         )
         agree("the outline", self._summarize)

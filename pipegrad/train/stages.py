@@ -247,6 +247,12 @@ def positions(model: Any) -> int:  # noqa: ANN401
     return longest if longest and longest > 0 else sys.maxsize  # XLNet's is -1
 
 
+def ends_of(model: Any) -> list[int]:  # noqa: ANN401
+    """Returns the tokens at which `generate` of transformers ends a text."""
+    ends = model.generation_config.eos_token_id
+    return ends if isinstance(ends, list) else [ends]
+
+
 def check_tokenizer(config: Config, model: Any, tokenizer: Tokenizer) -> None:  # noqa: ANN401
     """Refuses a tokenizer with more tokens than the model."""
     size = model.config.get_text_config().vocab_size
