@@ -34,6 +34,7 @@ from pipegrad.errors import (
     ConfigError,
     DriftError,
     PipegradError,
+    TopologyError,
     in_words,
 )
 from pipegrad.observe.recording import Recording
@@ -350,9 +351,8 @@ class Trainer:
     def _prepare(self, config: Config) -> str:
         """Makes the job and chooses the device; returns its type."""
         self.job = Job(config, dist.get_world_size())
-        self._device = device_of_rank(config)
-        if self._device.type != "cpu":
-            torch.accelerator.set_device_index(self._device.index)
+        with config.refusing("train.device", "", TopologyError):
+            self._device = device_of_rank(config.train.device)
         self._were_deterministic = torch.are_deterministic_algorithms_enabled()
         choose_algorithms(deterministic=config.train.deterministic)
         return self._device.type
