@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from pipegrad.train.config import Config
 
 
-_INTERRUPTED = 130  # the exit code of a shell for SIGINT
-
-
 @click.command()
 @configured
 @click.option("--dry-run", is_flag=True, help="Set everything up, print the plan, and exit.")
@@ -71,11 +68,6 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
                     print_parts(console, shown)
             else:
                 code = run(trainer, Report(console, trainer.job))
-        except KeyboardInterrupt:
-            has_folder = trainer is not None and trainer.folder is not None
-            where = "the run's folder has what was saved" if has_folder else "before the first step"
-            console.print(f"stopped; {where}")
-            sys.exit(_INTERRUPTED)
         # A model or plug-in raises SystemExit; pipegrad's own are not in `try`.
         except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user, too
             failure = _in_place_of(error) if isinstance(error, SystemExit) else error
