@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.grad_scaler import GradScaler
@@ -23,6 +23,12 @@ from pipegrad.plugins.registry import closest_first, complaints_of
 from pipegrad.train.config import Config
 from pipegrad.train.schema import LearningRate, Named
 
+# Classes of torch that no configuration can name, and why.
+_IN_A_ROW = "it cannot be given by name and plain options: list others in a row"
+_UNFIT = {
+    "LBFGS": "it evaluates the loss itself: choose a first-order one",
+    **dict.fromkeys(("ReduceLROnPlateau", "SequentialLR", "ChainedScheduler"), _IN_A_ROW),
+}
 MOST_SKIPPED = 100  # steps in a row: a run that only skips ends in nothing
 
 
@@ -71,18 +77,26 @@ def kinds(config: Config) -> tuple[type, Callable[..., torch.optim.Optimizer] | 
 
 def _kind(config: Config, key: str, choice: Named) -> type:
     """Returns a class of torch.optim that takes the options of a choice."""
-    known = _classes(torch.optim, torch.optim.Optimizer)
-    if choice.name not in known:
-        config.refuse(f"{key}.name", f"torch.optim has none; {_known(choice.name, known)}")
-    if choice.name == "LBFGS":
-        config.refuse(f"{key}.name", "it evaluates the loss itself: choose a first-order one")
-    kind: type = known[choice.name]
-    if complaint := complaints_of(kind, choice.options, given=("params",)):
-        config.refuse(key, f"{choice.name} {complaint}")
+    kind = _class_of(config, key, torch.optim, torch.optim.Optimizer, choice)
     for option, value in choice.options.items():
         is_flag = option == "lr" and isinstance(value, bool)  # Python would count it as a number
         if is_flag or (isinstance(value, float) and not math.isfinite(value)):
             config.refuse(f"{key}.{option}", "should be a finite number")
+    return kind
+
+
+def _class_of(config: Config, key: str, module: Any, base: type, choice: Named) -> type:  # noqa: ANN401
+    """Returns the class of a module of torch that a choice names, if it takes these options."""
+    classes = {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base)}
+    known = {n: c for n, c in classes.items() if c is not base and not n.startswith("_")}
+    if choice.name not in known:
+        hint = f"known, closest first: {closest_first(choice.name, known)}"
+        config.refuse(f"{key}.name", f"{module.__name__} has none; {hint}")
+    if complaint := _UNFIT.get(choice.name):
+        config.refuse(f"{key}.name", complaint)
+    kind: type = known[choice.name]
+    if complaint := complaints_of(kind, choice.options, given=("params", "optimizer")):
+        config.refuse(key, f"{choice.name} {complaint}")
     return kind
 
 
@@ -173,28 +187,11 @@ def advance(learning_rate: LRScheduler, num_steps: int) -> None:
 def _scheduler(
     config: Config, index: int, part: LearningRate, optimizer: torch.optim.Optimizer
 ) -> LRScheduler:
-    known = _classes(lr_scheduler, LRScheduler)
     key = f"optimizer.schedule[{index}]"
-    if part.name not in known:
-        hint = _known(part.name, known)
-        config.refuse(key, f"torch.optim.lr_scheduler has none; {hint}")
-    kind = known[part.name]
-    if issubclass(kind, ReduceLROnPlateau | SequentialLR | lr_scheduler.ChainedScheduler):
-        config.refuse(key, "it cannot be given by name and plain options: list others in a row")
-    if complaint := complaints_of(kind, part.options, given=("optimizer",)):
-        config.refuse(key, f"it {complaint}")
+    kind = _class_of(config, key, lr_scheduler, LRScheduler, part)
     with config.refusing(key, "torch will not take that: "):
         scheduler: LRScheduler = kind(optimizer, **part.options)
     return scheduler
-
-
-def _classes(module: Any, base: type) -> dict[str, Any]:  # noqa: ANN401 - modules, and their classes
-    classes = {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base)}
-    return {name: c for name, c in classes.items() if c is not base and not name.startswith("_")}
-
-
-def _known(name: str, known: dict[str, Any]) -> str:
-    return f"known, closest first: {closest_first(name, known)}"
 
 
 class Updated(NamedTuple):

@@ -108,7 +108,7 @@ PARTS: dict[Settings, str] = {
     "gradient_handlers=['handlers_that_exit:Making']": "constructed with {}: SystemExit.0.",
     "gradient_handlers=['handlers_that_exit:Reducing']": "of rank 0 failed: SystemExit.'bye'",
     "gradient_handlers=['handlers_that_exit:Looking']": r"check\(\) failed: SystemExit\(0\)",
-    "optimizer.schedule=Cosine": r"schedule\[0\] = 'Cosine': torch.optim.lr_sch",
+    "optimizer.schedule=Cosine": r"schedule\[0\].name = 'Cosine': torch.optim.lr_sch",
     "optimizer.schedule=CosineAnnealingLR": "needs the option 'T_max'",
     "optimizer.schedule={name='LambdaLR', lr_lambda='x'}": "torch will not take that: TypeError",
     "optimizer.schedule={name='ReduceLROnPlateau'}": "cannot be given by name and plain",
