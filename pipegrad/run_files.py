@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -23,7 +22,7 @@ from pathlib import Path
 from pipegrad.errors import PipegradError, causes_of, in_words, reason
 from pipegrad.limits import MOST_JSON_BYTES, MOST_JSON_CONTAINERS
 
-_TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.partial")
+TEMPORARY = f"*.{'[0-9a-f]' * 16}.partial"  # the pattern of files that `replace` has begun
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _LITTLE_BYTES = 2**20  # the last file may have left some room
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -168,13 +167,6 @@ def remove(path: Path) -> None:
     with suppress(OSError):
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)  # it refuses links
-
-
-def remove_temporary(folder: Path) -> None:
-    """Removes the temporary files that a killed process has left in a folder."""
-    for path in folder.iterdir():
-        if _TEMPORARY.fullmatch(path.name):
-            remove(path)
 
 
 def refuse_planted(folder: Path) -> None:

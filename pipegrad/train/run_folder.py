@@ -189,7 +189,6 @@ def continue_run_folder(
     words = f"{folder} cannot be written: "
     with config.refusing("train.output", words, OSError, ValueError, say=reason):
         remove_unfinished(folder)
-        run_files.remove_temporary(folder)
         cut_rows(folder / METRICS, step)
         begin(folder)
     return str(folder)
