@@ -59,30 +59,25 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """The boxes of a whole tensor that a rank has, in the order of its elements."""
+    """The box of a whole tensor that a rank has."""
 
     shape: tuple[int, ...]
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Place:
         """Returns the place of a tensor that is not cut."""
-        return cls(tuple(shape), (((0,) * len(shape), tuple(shape)),))
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
 
     def part(self, values: Tensor, begin: int = 0) -> Part:
-        """Returns elements of the boxes, from `begin` on, as a part of the whole tensor."""
+        """Returns elements of the box, from `begin` on, as a part of the whole tensor."""
         held = local(values).detach().reshape(-1)
-        first, ranges = 0, list[Range]()
-        for offsets, sizes in self.boxes:
-            numel = math.prod(sizes)
-            low, high = max(begin - first, 0), min(begin + held.numel() - first, numel)
-            if low < high or numel == 0:
-                ranges.append(Range(offsets, sizes, low, high))
-            first += numel
-        return Part(self.shape, tuple(ranges), held)
+        begin = begin if held.numel() else 0  # nothing lies between the ranges of other ranks
+        return Part(self.shape, Range(self.offsets, self.sizes, begin, begin + held.numel()), held)
 
     def __str__(self) -> str:
-        return "@" + " ".join(f"{list(offsets)}{list(sizes)}" for offsets, sizes in self.boxes)
+        return f"@{[*self.offsets]}{[*self.sizes]}"
 
 
 class State:
@@ -240,7 +235,7 @@ class State:
             CheckpointError: If they cannot be read, or do not fit.
         """
         tensors = {
-            key: files.read(key, place.part(tensor).ranges).view(tensor.shape)
+            key: files.read(key, place.part(tensor).range).view(tensor.shape)
             for key, tensor, place in self._located()
         }
         places_of: dict[tuple[str, str], dict[str, str]] = {}
@@ -254,8 +249,8 @@ class State:
             tensor = local(main.tensor)
             shapes = {files.shape(each) for each in places.values()}
             if "" in places and shapes == {place.shape}:
-                ranges = place.part(tensor, main.begin).ranges
-                value = files.read(places[""], ranges).view(tensor.shape)
+                wanted = place.part(tensor, main.begin).range
+                value = files.read(places[""], wanted).view(tensor.shape)
                 value = as_dtensor(value, main.tensor) if is_dtensor(main.tensor) else value
             elif str(place) in places:
                 value = files.whole(places[str(place)])
@@ -362,8 +357,8 @@ def _unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_dtensor(parameter: Any) -> Place:  # noqa: ANN401 - a DTensor
-    boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in parameter.__create_chunk_list__()]
-    return Place(tuple(parameter.shape), tuple(box for box in boxes if math.prod(box[1])))
+    [chunk] = parameter.__create_chunk_list__()
+    return Place(tuple(parameter.shape), tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def _declared(
@@ -401,7 +396,7 @@ def _declared(
             offsets = [0] * len(shape)
             offsets[dim] = int(coordinate) * shape[dim]
             shape[dim] *= sync.topology.size(axis)
-            places[record.key] = Place(tuple(shape), ((tuple(offsets), tuple(record.shape)),))
+            places[record.key] = Place(tuple(shape), tuple(offsets), tuple(record.shape))
     return places
 
 
