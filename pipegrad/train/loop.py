@@ -31,7 +31,6 @@ from pipegrad.comm.agreement import agree, agree_keeping, same
 from pipegrad.comm.watch import Bounded
 from pipegrad.errors import (
     CheckpointError,
-    ConfigError,
     DriftError,
     PipegradError,
     TopologyError,
@@ -404,21 +403,15 @@ class Trainer:
         def found() -> object:
             if dist.get_rank():
                 return None
-            try:
-                folder, saved, self._lock = locked_origin(config)
-            except ConfigError as error:
-                return str(error)
+            folder, saved, self._lock = locked_origin(config)
             return folder, saved
 
         reply: Any = agree("train.resume", found)[0]
-        if isinstance(reply, str):
-            raise ConfigError(reply)
-        self._goes_on_in, folder = reply
-        self.checkpoint = folder
-        if folder is None:
+        self._goes_on_in, self.checkpoint = reply
+        if self.checkpoint is None:
             return
         with config.refusing("train.resume", "", CheckpointError):
-            resumed = checkpoint.resume(folder, self._state, options=False)
+            resumed = checkpoint.resume(self.checkpoint, self._state, options=False)
         self._update.follow(resumed.step)
         notes = [*_differences(resumed.run, self._run), *resumed.notes]
         self.notes = tuple(f"train.resume: {note}" for note in notes)
