@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import importlib
 import pydoc_data.topics
 import random
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from pipegrad import run_files
 from pipegrad.errors import ConfigError, causes_of, reason, root_of
+from pipegrad.partition.hf.files import extra
 from pipegrad.train.config import Config, beside, path_of
 
 TOKENIZER = "tokenizer.json"  # in a directory of transformers
@@ -74,7 +74,7 @@ class FileTokenizer(Tokenizer):
 
     def __init__(self, config: Config, path: Path) -> None:
         self._config, self._path = config, path
-        library = _library(config, "data.tokenizer", "tokenizers")
+        library: Any = extra("tokenizers")
         words = f"{path} is no file of the library tokenizers: "
         with config.refusing("data.tokenizer", words, say=reason):
             text = run_files.read(path).decode()
@@ -220,7 +220,9 @@ def _sources(config: Config, key: str) -> list[str]:
 
 def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) -> tuple[Any, str]:
     """Returns the tokens of some files, and a digest; see [Note: from files to tokens]."""
-    library = _library(config, key, "datasets")
+    library: Any = extra("datasets")
+    library.disable_progress_bars()
+    library.logging.set_verbosity(library.logging.CRITICAL)  # the error has the message
     import pyarrow
 
     tokens = library.LargeList(library.Value(tokenizer.dtype))
@@ -276,11 +278,15 @@ def _pieces(
 def _texts(config: Config, key: str, source: str) -> Iterator[list[str]]:
     """Yields the texts of a file or folder, many at once."""
     size, column, is_plain = _DOCUMENTS, config.data.column or "text", False
-    try:
+
+    def words(error: BaseException) -> str:
+        return str(root_of(error)).strip().partition("\n")[0]
+
+    with config.refusing(key, f"{source} cannot be read: ", say=words):
         if (data := _opened(config, key, source)) is None:
             # Lines are joined: a tokenizer may have tokens that go across their ends.
             by = "line" if config.data.separator is None else "document"
-            rows = _library(config, key, "datasets").IterableDataset
+            rows: Any = extra("datasets").IterableDataset
             data = rows.from_text(glob.escape(source), sample_by=by, keep_linebreaks=True)
             is_plain, size, column = True, _LINES if by == "line" else 1, "text"
         for batch in data.iter(size):
@@ -295,16 +301,11 @@ def _texts(config: Config, key: str, source: str) -> Iterator[list[str]]:
                 if "\0" in texts[0]:
                     config.refuse(key, f"{source} is binary, not text: it has a zero byte")
             yield texts
-    except ConfigError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever the library, or one of its readers, raises
-        words = str(root_of(error)).strip().partition("\n")[0]
-        config.refuse(key, f"{source} cannot be read: {words}", cause=error)
 
 
 def _opened(config: Config, key: str, source: str) -> Any:  # noqa: ANN401 - a data set
     """Returns the rows of a folder or file; None if it is plain text."""
-    library = _library(config, key, "datasets")
+    library: Any = extra("datasets")
     kinds = Path(source.lower()).suffixes[-2:]  # the last one may mark a compressed file
     if Path(source).is_dir():
         folder = library.load_from_disk(source)
@@ -316,15 +317,3 @@ def _opened(config: Config, key: str, source: str) -> Any:  # noqa: ANN401 - a d
     if ".parquet" in kinds:
         return library.IterableDataset.from_parquet(glob.escape(source))
     return None
-
-
-def _library(config: Config, key: str, name: str) -> Any:  # noqa: ANN401 - a module
-    try:
-        library: Any = importlib.import_module(name)
-    except ImportError as error:
-        complaint = f"it needs the library {name}: pip install 'pipegrad[hf]'"
-        config.refuse(key, complaint, cause=error)
-    if name == "datasets":
-        library.disable_progress_bars()
-        library.logging.set_verbosity(library.logging.CRITICAL)  # the error has the message
-    return library

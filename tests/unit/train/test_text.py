@@ -228,7 +228,7 @@ def test_without_a_library_it_says_what_to_install(
     Path("a.txt").write_text("one two\n")
     tokenizer("one")
     monkeypatch.setitem(sys.modules, library, None)
-    says = rf"it needs the library {library}: pip install 'pipegrad\[hf\]'"
+    says = rf"this needs the library {library}: pip install 'pipegrad\[hf\]'"
     with pytest.raises(ConfigError, match=says):
         read_corpus(config("a.txt", tokenizer="tokenizer.json"))
     assert len(read_corpus(config())) > 300_000  # what Python says of itself needs neither
