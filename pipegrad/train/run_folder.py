@@ -144,7 +144,7 @@ def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:
     output = path_of(config.train.output)
     # Runs that start at the same time try the same names. `mkdir` fails for all but one of them,
     # and the others try the next number.
-    words, unwritten = "cannot be written: ", (OSError, ValueError)
+    folder, words, unwritten = output, "cannot be written: ", (OSError, ValueError)
     for number in count(1):
         with (
             config.refusing("train.output", words, *unwritten, say=reason),

@@ -82,7 +82,7 @@ def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer |
         looked: Mapping[str, Tensor] = agree("a look at the first batch", lambda: rows)[0]
         example = looked.get("", looked)
 
-    def make() -> tuple[Cut, tuple[object, dict[str, str]]]:
+    def make() -> tuple[Cut, tuple[object, dict[int, str]]]:
         if uncut is None:
             cut = job.cut(job.model(topology=topology), example)
         else:
