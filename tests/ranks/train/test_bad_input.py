@@ -72,7 +72,7 @@ MODELS: dict[Settings, str] = {
     **{f"model.factory=factories:{name}": says for name, says in FACTORIES.items()},
     "model.factory=tied": "'tied': should look like 'module:function'",
     "parallel.schedule={name='interleaved-1f1b', stages_per_rank=8}": (
-        "pipeline = .default.: a model of 7 layers cannot be cut into 8 stages"
+        "pipeline = .default.: a model of 5 layers cannot be cut into 8 stages"
     ),
     ("parallel.boundaries=[9]", TWO_STAGES): "ascending indices from 1 to 4",
     "train.loss=data_functions:not_reduced": "In 0F0 on pipeline rank 0",
