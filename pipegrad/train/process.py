@@ -91,7 +91,8 @@ def device_of_rank(name: str) -> torch.device:
     # Without torchrun this process is the only rank of its machine.
     local, num_local = (int(os.environ.get(n, d)) for n, d in _LOCAL.items())
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    available, cards = accelerator.type if accelerator else "cpu", torch.accelerator.device_count()
+    available = "cpu" if accelerator is None else accelerator.type
+    cards = torch.accelerator.device_count()
     if name == "auto":
         name = "cuda" if available == "cuda" and cards >= num_local else "cpu"
     kind, _, index = name.partition(":")
@@ -102,7 +103,7 @@ def device_of_rank(name: str) -> torch.device:
         TopologyError,
         {
             "all ranks of a machine share its cores: write 'cpu'": kind == "cpu",
-            f"this machine has {available}": kind != available,
+            f"this machine has {available}{' or cpu' * (available != 'cpu')}": kind != available,
             f"{num_local} ranks need a {kind} device each, this machine has {cards}: start fewer "
             f"ranks, choose 'cpu', or name one that is there, as in '{kind}:0'": (
                 not location.isdigit() or int(location) >= cards
