@@ -21,6 +21,7 @@ from pipegrad import Cut, Scheduler, Stage, Topology, run_files
 from pipegrad.comm.activity import failure_of
 from pipegrad.comm.agreement import agree, agree_keeping, nobody_comes
 from pipegrad.errors import AgreementError, ConfigError, WeightsError
+from pipegrad.model.suspects import fingerprint
 from pipegrad.partition.cut_model import Source
 from pipegrad.partition.hf.files import extra
 from pipegrad.partition.hf.pretrained import meta_model
@@ -82,7 +83,7 @@ def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer |
         looked: Mapping[str, Tensor] = agree("a look at the first batch", lambda: rows)[0]
         example = looked.get("", looked)
 
-    def make() -> tuple[Cut, tuple[object, dict[int, str]]]:
+    def make() -> tuple[Cut, tuple[object, object]]:
         if uncut is None:
             cut = job.cut(job.model(topology=topology), example)
         else:
@@ -94,15 +95,16 @@ def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer |
         if not any(p.requires_grad for m in cut.modules.values() for p in m.parameters()):
             config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
         location = tuple(topology.coordinate(axis) for axis in config.parallel.dimensions)
-        return cut, (location, cut.begins(topology.local_stages))
+        buffers = [fingerprint(buffer) for m in cut.modules.values() for buffer in m.buffers()]
+        return cut, (location, (cut.begins(topology.local_stages), buffers))
 
     cut, replies = agree_keeping("the model", make, timeout_seconds=_PREPARE_SECONDS)
     # Ranks of one location must have made the same values, also of stages that only one of them
     # keeps. Other locations may hold other shards.
     first: dict[object, tuple[int, object]] = {}
-    for rank, (location, begins) in enumerate(replies):
-        other, expected = first.setdefault(location, (rank, begins))
-        if begins != expected:
+    for rank, (location, values) in enumerate(replies):
+        other, expected = first.setdefault(location, (rank, values))
+        if values != expected:
             config.refuse(
                 "model.factory",
                 f"it makes other values on rank {rank} than on rank {other}, though train.seed "
@@ -249,7 +251,7 @@ def positions(model: Any) -> int:  # noqa: ANN401
 
 def ends_of(model: Any) -> list[int]:  # noqa: ANN401
     """Returns the tokens at which `generate` of transformers ends a text."""
-    ends = model.generation_config.eos_token_id
+    ends = getattr(model.generation_config, "eos_token_id", None)
     return ends if isinstance(ends, list) else [ends]
 
 
