@@ -143,6 +143,7 @@ COMMANDS: dict[Sequence[str], str] = {
 ON_RANKS: dict[Settings, str] = {
     "model.factory=factories:lonely": r"rank 1: .*'mine alone'.* \(the model: 1 of 2 ranks failed",
     "model.factory=factories:differing": "other values on rank 1 than on rank 0, though train.seed",
+    "model.factory=factories:differing_buffer": "it makes other values on rank 1 than on rank 0, ",
     "data.files=['ours.txt']": "ranks disagree on the text",
     "data={dataset='data_functions:by_rank'}": "ranks 0 and 1 were given different tensors as 'x'",
     ("data={dataset='data_functions:without_ranks'}", "parallel.data=2"): (
