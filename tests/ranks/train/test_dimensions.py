@@ -367,7 +367,8 @@ def test_what_is_printed_names_dimensions_and_divisors(path: Path) -> None:
     assert told["dimensions"] == {"ep": 2}
     lines = [line for line in rendered_summary(told, job.schedule) if isinstance(line, str)]
     assert lines[0].startswith("8 ranks: pipeline 2 x data 2 x ep 2, 4 microbatches by 1f1b")
-    assert "divided by 2 before they leave: 0.0.weight" in rank_as_text(job, manifest, 0)
+    shown = rank_as_text(job, manifest, 0)
+    assert re.search(r"\ndivided by 2 before they leave: .*0\.0\.weight", shown), shown
     assert {way["route"]: way["parameters"] for way in told["routes"]} == {
         "replicate-mean(dp)": 2,
         "replicate-mean(dp+ep)": 2,
