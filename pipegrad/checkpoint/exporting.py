@@ -90,8 +90,8 @@ def export(
             written.replace(path)
     except PipegradError:
         raise
-    except Exception as error:  # of torch, and OSErrors
-        why = run_files.why_not_written(path.parent, error)
+    except Exception as error:
+        why = run_files.why_not_written(error)
         raise CheckpointError(f"{str(path)!r} cannot be written: {why}") from error
     return state
 

@@ -219,7 +219,7 @@ def write_checkpoint(
         CheckpointError: If a rank fails; on all ranks. Nothing of the checkpoint stays.
     """
     begun, is_first = unfinished(folder), group.rank() == 0
-    together = partial(_together, begun, group, moves)
+    together = partial(_together, group, moves)
 
     def prepare() -> tuple[Mapping[str, Part], dict[str, Any]]:
         parts = collect()
@@ -322,7 +322,7 @@ def _index(
 
 
 def _together(
-    folder: Path, group: dist.ProcessGroup, moves: Moves, function: Callable[[], tuple[T, Any]]
+    group: dist.ProcessGroup, moves: Moves, function: Callable[[], tuple[T, Any]]
 ) -> tuple[T, list[Any]]:
     """Calls a function on all ranks; returns this rank's result, and the replies of all.
 
@@ -335,7 +335,7 @@ def _together(
     except BaseException as error:  # noqa: BLE001 - all ranks learn it first
         cause, reply = error, None
         is_ours = isinstance(error, PipegradError)
-        words = str(error) if is_ours else run_files.why_not_written(folder, error)
+        words = str(error) if is_ours else run_files.why_not_written(error)
     moves(math.inf)
     with Activity("the checkpoint", range(group.size())):
         replies = _gathered((words, reply), group)
