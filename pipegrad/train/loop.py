@@ -450,7 +450,7 @@ def run(trainer: Trainer, report: Report) -> int:
     trainer.saving.note = report.note
     if is_first_rank:
         report.note(_begins(trainer, folder))
-    running = report.running() if is_first_rank else nullcontext()
+    running = report.running if is_first_rank else nullcontext()
     with trainer.signals, trainer.tracing, running:
         recording = trainer.tracing.enter_context(trainer.recorded())
         for step in range(trainer.first_step, train.steps + 1):

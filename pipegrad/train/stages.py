@@ -251,7 +251,7 @@ def positions(model: Any) -> int:  # noqa: ANN401
 
 def ends_of(model: Any) -> list[int]:  # noqa: ANN401
     """Returns the tokens at which `generate` of transformers ends a text."""
-    ends = getattr(model.generation_config, "eos_token_id", None)
+    ends: Any = getattr(model.generation_config, "eos_token_id", None)
     return ends if isinstance(ends, list) else [ends]
 
 
