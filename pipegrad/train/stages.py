@@ -21,10 +21,10 @@ from pipegrad import Cut, Scheduler, Stage, Topology, run_files
 from pipegrad.comm.activity import failure_of
 from pipegrad.comm.agreement import agree, agree_keeping, nobody_comes
 from pipegrad.errors import AgreementError, ConfigError, WeightsError
-from pipegrad.model.suspects import fingerprint
 from pipegrad.partition.cut_model import Source
 from pipegrad.partition.hf.files import extra
 from pipegrad.partition.hf.pretrained import meta_model
+from pipegrad.plugins.written import digest
 from pipegrad.train.config import Config, beside, with_options
 from pipegrad.train.corpus import TOKENIZER, Tokenizer, tokenizer_file
 from pipegrad.train.dataset import INPUT_IDS, Feed, Inputs, Texts
@@ -95,7 +95,8 @@ def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer |
         if not any(p.requires_grad for m in cut.modules.values() for p in m.parameters()):
             config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
         location = tuple(topology.coordinate(axis) for axis in config.parallel.dimensions)
-        buffers = [fingerprint(buffer) for m in cut.modules.values() for buffer in m.buffers()]
+        held = (buffer for module in cut.modules.values() for buffer in module.buffers())
+        buffers = [digest(x) for x in held if type(x) is Tensor and not x.is_meta]
         return cut, (location, (cut.begins(topology.local_stages), buffers))
 
     cut, replies = agree_keeping("the model", make, timeout_seconds=_PREPARE_SECONDS)
