@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -20,12 +19,11 @@ from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 
-from pipegrad.errors import PipegradError, causes_of, in_words, reason
+from pipegrad.errors import PipegradError, in_words, reason
 from pipegrad.limits import MOST_JSON_BYTES, MOST_JSON_CONTAINERS
 
-_TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.partial")
+TEMPORARY = f"*.{'[0-9a-f]' * 16}.partial"  # the pattern of files that `replace` has begun
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_LITTLE_BYTES = 2**20  # the last file may have left some room
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -170,13 +168,6 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)  # it refuses links
 
 
-def remove_temporary(folder: Path) -> None:
-    """Removes the temporary files that a killed process has left in a folder."""
-    for path in folder.iterdir():
-        if _TEMPORARY.fullmatch(path.name):
-            remove(path)
-
-
 def refuse_planted(folder: Path) -> None:
     """Refuses a folder that `make_folder` would refuse.
 
@@ -187,18 +178,8 @@ def refuse_planted(folder: Path) -> None:
     os.close(open_to_change(folder, os.O_RDONLY | os.O_DIRECTORY))
 
 
-def why_not_written(folder: Path, error: BaseException) -> str:
-    """Returns the reason why a file cannot be written into a folder; if the disk is full, advice.
-
-    Call it before the files there are removed, because it looks at the free bytes.
-    """
-    numbered = (one for one in causes_of(error) if getattr(one, "errno", None) is not None)
-    cause, room = next(numbered, None), ""
-    words = in_words(error) if cause is None else reason(cause)
-    is_full = getattr(cause, "errno", None) in _FULL
-    with suppress(OSError):
-        free = shutil.disk_usage(folder).free
-        room = f"; {free:,} bytes are free there"
-        # Look at the free bytes, because errors of torch and safetensors have no number.
-        is_full |= cause is None and free < _LITTLE_BYTES
-    return f"the disk is full ({words}{room}): make room" if is_full else f"{words}{room}"
+def why_not_written(error: BaseException) -> str:
+    """Returns the reason why a file cannot be written; if the disk is full, with advice."""
+    words = reason(error) if isinstance(error, OSError) else in_words(error)
+    is_full = getattr(error, "errno", None) in _FULL
+    return f"the disk is full ({words}): make room" if is_full else words

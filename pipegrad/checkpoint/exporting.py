@@ -82,17 +82,16 @@ def export(
             raise CheckpointError(f"{path} is there already: name another file, or remove it")
         if not path.parent.is_dir():
             raise CheckpointError(f"{path} cannot be written: there is no folder {path.parent}")
-        # No other user can enter the folder, and a library opens files in it by name.
+        # A file of this name is whole, also if this process is killed. Other users cannot enter the
+        # folder.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
             written = Path(folder) / path.name
             _write_safetensors(state, written)
-            with written.open("rb") as file:
-                os.fsync(file.fileno())
             written.replace(path)
     except PipegradError:
         raise
-    except Exception as error:  # of torch, and OSErrors
-        why = run_files.why_not_written(path.parent, error)
+    except Exception as error:
+        why = run_files.why_not_written(error)
         raise CheckpointError(f"{str(path)!r} cannot be written: {why}") from error
     return state
 

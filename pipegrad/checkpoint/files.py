@@ -16,7 +16,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata as distributions
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -69,10 +69,10 @@ class Range(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A rank's part of a whole tensor: some ranges, and their elements, flat, in order."""
+    """A rank's part of a whole tensor: a range of a box, and its elements, flat."""
 
     shape: tuple[int, ...]
-    ranges: tuple[Range, ...]
+    range: Range
     values: Tensor
 
 
@@ -202,23 +202,19 @@ class Files:
         """Returns a whole tensor."""
         shape = self.shape(key)
         whole = Range((0,) * len(shape), shape, 0, math.prod(shape))
-        return self.read(key, [whole]).view(shape)
+        return self.read(key, whole).view(shape)
 
-    def read(self, key: str, ranges: Iterable[Range]) -> Tensor:
-        """Returns some ranges of a tensor, one after the other, ``(numel,)``.
+    def read(self, key: str, wanted: Range) -> Tensor:
+        """Returns a range of a tensor, ``(numel,)``.
 
         Raises:
-            CheckpointError: If they cannot be read.
+            CheckpointError: If it cannot be read.
         """
-        nothing = torch.empty(0, dtype=_DTYPES[self.index.tensors[key].dtype])
-        return torch.cat([nothing, *(self._range(key, each) for each in ranges)])
-
-    def _range(self, key: str, wanted: Range) -> Tensor:
         tensor = self.index.tensors[key]
         dtype = _DTYPES[tensor.dtype]
+        values = torch.empty(wanted.end - wanted.begin, dtype=dtype)
         of_box = [each for each in tensor.slices if each.range[:2] == wanted[:2]]
-        if of_box:
-            values = torch.empty(wanted.end - wanted.begin, dtype=dtype)
+        if of_box or not values.numel():
             for (*_, first, last), name, at in of_box:
                 begin, end = max(wanted.begin, first), min(wanted.end, last)
                 if begin < end:
@@ -229,7 +225,7 @@ class Files:
         whole = torch.empty(tensor.shape, dtype=dtype)
         for offsets, sizes in {each.range[:2] for each in tensor.slices}:
             box = Range(offsets, sizes, 0, math.prod(sizes))
-            whole[_window(box)] = self._range(key, box).view(sizes)
+            whole[_window(box)] = self.read(key, box).view(sizes)
         return whole[_window(wanted)].reshape(-1)[wanted.begin : wanted.end]
 
     def _fill(self, values: Tensor, name: str, at: int) -> None:

@@ -72,8 +72,8 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def remove_unfinished(run: Path) -> None:
-    """Removes unfinished checkpoints from the folder of a run."""
-    for path in run.glob(f"checkpoint-*{UNFINISHED}"):
+    """Removes what a killed process has begun to write into the folder of a run."""
+    for path in (*run.glob(f"checkpoint-*{UNFINISHED}"), *run.glob(run_files.TEMPORARY)):
         run_files.remove(path)
 
 

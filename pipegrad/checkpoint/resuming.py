@@ -67,7 +67,7 @@ def resume(folder: str | Path | None, state: State, *, options: bool = True) -> 
         names = [*state.extra, *[OPTIMIZER] * (state.optimizer is not None)]
         names += [HANDLERS] * (not is_other_layout)
         extra = {name: state.read_extra(files, name) for name in names}
-        state.check_optimizer(files, extra.get(OPTIMIZER), options=options)
+        state.check_optimizer(extra.get(OPTIMIZER), options=options)
         return extra, state.read(files)
 
     extra, (tensors, values) = _together(folder, read)

@@ -219,7 +219,7 @@ def write_checkpoint(
         CheckpointError: If a rank fails; on all ranks. Nothing of the checkpoint stays.
     """
     begun, is_first = unfinished(folder), group.rank() == 0
-    together = partial(_together, begun, group, moves)
+    together = partial(_together, group, moves)
 
     def prepare() -> tuple[Mapping[str, Part], dict[str, Any]]:
         parts = collect()
@@ -227,8 +227,7 @@ def write_checkpoint(
             run_files.remove(begun)
             begun.mkdir(parents=True)
         described = {
-            key: (part.values.dtype, part.shape, [tuple(each) for each in part.ranges])
-            for key, part in parts.items()
+            key: (part.values.dtype, part.shape, tuple(part.range)) for key, part in parts.items()
         }
         return parts, described
 
@@ -261,11 +260,10 @@ def _shared_out(tables: Sequence[Mapping[str, Any]]) -> list[set[tuple[str, Any]
     holders: dict[tuple[str, Any], list[int]] = {}
     kinds: dict[str, Any] = {}
     for rank, table in enumerate(tables):
-        for key, (*kind, ranges) in table.items():
+        for key, (*kind, each) in table.items():
             if kinds.setdefault(key, kind) != kind:
                 raise CheckpointError(f"ranks have {key!r} as {kinds[key]} and {kind}")
-            for each in ranges:
-                holders.setdefault((key, each), []).append(rank)
+            holders.setdefault((key, each), []).append(rank)
     num_bytes, mine = [0] * len(tables), [set[tuple[str, Any]]() for _ in tables]
     for (key, each), ranks in holders.items():
         rank = min(ranks, key=num_bytes.__getitem__)
@@ -285,13 +283,11 @@ def _write_slices(
         )
     slices, values = {}, {}
     for key, part in parts.items():
-        split = part.values.split([each.end - each.begin for each in part.ranges])
-        for each, value in zip(part.ranges, split, strict=True):
-            if (key, each) in mine:
-                is_whole = value.numel() == math.prod(part.shape)
-                name = key if is_whole else f"{key} {[*each]}"
-                values[name] = value.view(part.shape) if is_whole else value
-                slices[name] = key, each
+        if (key, part.range) in mine:
+            is_whole = part.values.numel() == math.prod(part.shape)
+            name = key if is_whole else f"{key} {[*part.range]}"
+            values[name] = part.values.view(part.shape) if is_whole else part.values
+            slices[name] = key, part.range
     file, begins = write(path, values, None, lambda: moves(time.monotonic()))
     return (
         path.name,
@@ -326,7 +322,7 @@ def _index(
 
 
 def _together(
-    folder: Path, group: dist.ProcessGroup, moves: Moves, function: Callable[[], tuple[T, Any]]
+    group: dist.ProcessGroup, moves: Moves, function: Callable[[], tuple[T, Any]]
 ) -> tuple[T, list[Any]]:
     """Calls a function on all ranks; returns this rank's result, and the replies of all.
 
@@ -339,7 +335,7 @@ def _together(
     except BaseException as error:  # noqa: BLE001 - all ranks learn it first
         cause, reply = error, None
         is_ours = isinstance(error, PipegradError)
-        words = str(error) if is_ours else run_files.why_not_written(folder, error)
+        words = str(error) if is_ours else run_files.why_not_written(error)
     moves(math.inf)
     with Activity("the checkpoint", range(group.size())):
         replies = _gathered((words, reply), group)

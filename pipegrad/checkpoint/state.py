@@ -45,6 +45,8 @@ from pipegrad.pipeline.scheduler import Scheduler
 HANDLERS, OPTIMIZER = "handlers", "optimizer"
 _NAMES_SHOWN = 4
 _OPTIMIZER_KEY = re.compile(r"optimizer\.(.*)\.([^.@]+)(@.*)?")
+# Options of torch's optimizers that decide which state they keep: whether it is set, not its value.
+_KEEPING = ("amsgrad", "centered", "momentum")
 
 
 class Stateful(Protocol):
@@ -57,30 +59,25 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """The boxes of a whole tensor that a rank has, in the order of its elements."""
+    """The box of a whole tensor that a rank has."""
 
     shape: tuple[int, ...]
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Place:
         """Returns the place of a tensor that is not cut."""
-        return cls(tuple(shape), (((0,) * len(shape), tuple(shape)),))
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
 
     def part(self, values: Tensor, begin: int = 0) -> Part:
-        """Returns elements of the boxes, from `begin` on, as a part of the whole tensor."""
+        """Returns elements of the box, from `begin` on, as a part of the whole tensor."""
         held = local(values).detach().reshape(-1)
-        first, ranges = 0, list[Range]()
-        for offsets, sizes in self.boxes:
-            numel = math.prod(sizes)
-            low, high = max(begin - first, 0), min(begin + held.numel() - first, numel)
-            if low < high or numel == 0:
-                ranges.append(Range(offsets, sizes, low, high))
-            first += numel
-        return Part(self.shape, tuple(ranges), held)
+        begin = begin if held.numel() else 0  # nothing lies between the ranges of other ranks
+        return Part(self.shape, Range(self.offsets, self.sizes, begin, begin + held.numel()), held)
 
     def __str__(self) -> str:
-        return "@" + " ".join(f"{list(offsets)}{list(sizes)}" for offsets, sizes in self.boxes)
+        return f"@{[*self.offsets]}{[*self.sizes]}"
 
 
 class State:
@@ -186,6 +183,7 @@ class State:
             extra[HANDLERS] = kept
         if self.optimizer is not None:
             extra[OPTIMIZER] = _unnamed(self.optimizer.state_dict())
+            extra[OPTIMIZER]["kinds"] = _kinds(self.optimizer)
             for name, (main, _) in self._mains.items():
                 values = dict(self.optimizer.state.get(main.tensor, {}))
                 if main.copied:
@@ -237,7 +235,7 @@ class State:
             CheckpointError: If they cannot be read, or do not fit.
         """
         tensors = {
-            key: files.read(key, place.part(tensor).ranges).view(tensor.shape)
+            key: files.read(key, place.part(tensor).range).view(tensor.shape)
             for key, tensor, place in self._located()
         }
         places_of: dict[tuple[str, str], dict[str, str]] = {}
@@ -251,8 +249,8 @@ class State:
             tensor = local(main.tensor)
             shapes = {files.shape(each) for each in places.values()}
             if "" in places and shapes == {place.shape}:
-                ranges = place.part(tensor, main.begin).ranges
-                value = files.read(places[""], ranges).view(tensor.shape)
+                wanted = place.part(tensor, main.begin).range
+                value = files.read(places[""], wanted).view(tensor.shape)
                 value = as_dtensor(value, main.tensor) if is_dtensor(main.tensor) else value
             elif str(place) in places:
                 value = files.whole(places[str(place)])
@@ -310,54 +308,37 @@ class State:
             base = options or _unnamed(self.optimizer.state_dict())
             self.optimizer.load_state_dict({**base, "state": {**base["state"], **state}})
 
-    def check_optimizer(
-        self, files: Files, saved: Mapping[str, Any] | None, *, options: bool
-    ) -> None:
-        """Refuses the state of another optimizer, or of options that give it other names. Local.
+    def check_optimizer(self, saved: Mapping[str, Any] | None, *, options: bool) -> None:
+        """Refuses the state of another optimizer, or of options that keep other state. Local.
 
         Args:
-            files: The checkpoint.
-            saved: The extra state of its optimizer.
+            saved: The extra state of the checkpoint's optimizer.
             options: True if its options are taken, too.
 
         Raises:
-            CheckpointError: If the optimizer, or the names of its state, differ.
+            CheckpointError: If the optimizer, or an option that decides what it keeps, differs.
         """
         if self.optimizer is None:
             return
         if saved is None:
             raise CheckpointError("has no state of an optimizer, but a model alone")
-        for part in parts_in(self.optimizer):
-            missing = [part.defaults.keys() - group.keys() for group in saved["param_groups"]]
-            if all(missing):
-                raise CheckpointError(
-                    f"is of another optimizer: {type(part).__name__} has the options "
-                    f"{sorted(missing[0])}, which that of the checkpoint did not have"
-                )
-        written: dict[str, set[str]] = {}
-        for key in files.index.tensors:
-            match = _OPTIMIZER_KEY.fullmatch(key)
-            if match is not None and match[2] != MASTER:
-                written.setdefault(match[1], set()).add(match[2])
+        if saved.get("kinds") != (kinds := _kinds(self.optimizer)):
+            raise CheckpointError(f"is of another optimizer: of {saved.get('kinds')}, not {kinds}")
+        if options:
+            return
         there = {name: group for group in saved["param_groups"] for name in group["params"]}
-        here = {
-            id(tensor): (type(part), group)
-            for part in parts_in(self.optimizer)
-            for group in part.param_groups
-            for tensor in group["params"]
-        }
+        groups = self.optimizer.param_groups
+        here = {id(tensor): group for group in groups for tensor in group["params"]}
         for name, (main, stepped) in self._mains.items():
-            kind, group = here[id(main.tensor)]
-            of_file = {**group, **there.get(parted(stepped)[0], {})}
-            wanted = _state_names(kind, of_file if options else group, main.tensor)
-            # Use the options for a parameter without a step, because it has no state.
-            found = written.get(name) or _state_names(kind, of_file, main.tensor)
-            if wanted is not None and found != wanted:
-                raise CheckpointError(
-                    f"is of another optimizer, or of other options: {kind.__name__} keeps "
-                    f"{sorted(wanted)} of {name!r} here, and {sorted(found or ())} there: take the "
-                    f"options of the run that wrote it, such as amsgrad or momentum"
-                )
+            group = here[id(main.tensor)]
+            of_file = there.get(parted(stepped)[0], group)
+            for option in _KEEPING:
+                if bool(group.get(option)) != bool(of_file.get(option)):
+                    raise CheckpointError(
+                        f"is of an optimizer that keeps other state: {option} of {name!r} is "
+                        f"{group.get(option)} here, and {of_file.get(option)} there: take the "
+                        f"options of the run that wrote it"
+                    )
 
     def _located(self) -> Iterator[tuple[str, Tensor, Place]]:
         """Yields key, tensor and place of each parameter and buffer."""
@@ -366,22 +347,8 @@ class State:
             yield key, tensor, place or Place.whole(tensor.shape)
 
 
-def _state_names(kind: Any, group: Mapping[str, Any], like: Tensor) -> set[str] | None:  # noqa: ANN401 - a class of optimizers
-    """Returns the names of an optimizer's state for such a tensor, by stepping a small one.
-
-    None for optimizers outside of torch, because they may keep more for large tensors, or need more
-    options. None also if the step fails.
-    """
-    if not kind.__module__.startswith("torch.optim."):
-        return None
-    probe = nn.Parameter(torch.zeros((2,) * like.ndim, dtype=like.dtype, device=like.device))
-    probe.grad = torch.zeros_like(probe)
-    try:
-        optimizer = kind([{**group, "params": [probe]}])
-        optimizer.step()
-    except Exception:  # noqa: BLE001 - such as SparseAdam's, which takes no dense gradient
-        return None
-    return set(optimizer.state[probe])
+def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [type(part).__name__ for part in parts_in(optimizer)]
 
 
 def _unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -390,8 +357,8 @@ def _unnamed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_dtensor(parameter: Any) -> Place:  # noqa: ANN401 - a DTensor
-    boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in parameter.__create_chunk_list__()]
-    return Place(tuple(parameter.shape), tuple(box for box in boxes if math.prod(box[1])))
+    [chunk] = parameter.__create_chunk_list__()
+    return Place(tuple(parameter.shape), tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def _declared(
@@ -429,7 +396,7 @@ def _declared(
             offsets = [0] * len(shape)
             offsets[dim] = int(coordinate) * shape[dim]
             shape[dim] *= sync.topology.size(axis)
-            places[record.key] = Place(tuple(shape), ((tuple(offsets), tuple(record.shape)),))
+            places[record.key] = Place(tuple(shape), tuple(offsets), tuple(record.shape))
     return places
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from pipegrad.errors import PipegradError, in_words, reason, root_of
 from pipegrad.limits import LONG_CELLS
@@ -100,22 +101,10 @@ def configured(command: Callable[..., None]) -> Callable[..., None]:
     return functools.reduce(lambda decorated, add: add(decorated), reversed(_CHANGES), with_changes)
 
 
-_TRACEBACK = "pipegrad.traceback"  # in the context of the command
-
-
 def add_traceback(command: click.Command) -> click.Command:
     """Gives a command the option --traceback, for `wants_traceback`."""
-
-    def remember(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
-        context.meta[_TRACEBACK] = wanted
-
-    option = click.Option(
-        ["--traceback"],
-        is_flag=True,
-        expose_value=False,
-        callback=remember,
-        help="Print the whole traceback of an error, too.",
-    )
+    words = "Print the whole traceback of an error, too."
+    option = click.Option(["--traceback"], is_flag=True, expose_value=False, help=words)
     command.params.append(option)
     return command
 
@@ -123,7 +112,8 @@ def add_traceback(command: click.Command) -> click.Command:
 def wants_traceback() -> bool:
     """True if the running command was given --traceback."""
     context = click.get_current_context(silent=True)
-    return bool(context and context.meta.get(_TRACEBACK))
+    source = None if context is None else context.get_parameter_source("traceback")
+    return source is ParameterSource.COMMANDLINE
 
 
 def explained(error: BaseException) -> str:

@@ -26,7 +26,6 @@ from pipegrad.plugins.registry import CODECS, HANDLERS, REPORTERS, Registry
 from pipegrad.printable import printable
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import RenderableType
 
     from pipegrad.observe.doctor import Examination
@@ -122,11 +121,11 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
     from pipegrad.comm.agreement import once_a_machine
     from pipegrad.observe.doctor import examine
     from pipegrad.tables import make_console, print_parts
-    from pipegrad.train.process import process_group
+    from pipegrad.train.process import device_of_rank, process_group
 
     with usage_errors(), process_group(timeout_seconds):
         try:
-            result = examine(_device(device), timeout_seconds=timeout_seconds)
+            result = examine(device_of_rank(device), timeout_seconds=timeout_seconds)
             if dist.get_rank() == 0:
                 if as_json:
                     click.echo(json.dumps(result.to_json(), indent=2))
@@ -138,19 +137,6 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
             message = f"Error: {explained(error)}"
             once_a_machine(lambda: click.echo(message, err=True))
             raise SystemExit(1) from error
-
-
-def _device(name: str) -> torch.device:
-    import torch
-
-    from pipegrad.train.process import automatic_kind
-
-    kind = automatic_kind() if name == "auto" else name
-    if kind == "cpu":
-        return torch.device("cpu")
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
-    torch.accelerator.set_device_index(device.index)
-    return device
 
 
 def _parts(result: Examination) -> Iterator[RenderableType]:

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from pipegrad.train.config import Config
 
 
-_INTERRUPTED = 130  # the exit code of a shell for SIGINT
-
-
 @click.command()
 @configured
 @click.option("--dry-run", is_flag=True, help="Set everything up, print the plan, and exit.")
@@ -71,11 +68,6 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
                     print_parts(console, shown)
             else:
                 code = run(trainer, Report(console, trainer.job))
-        except KeyboardInterrupt:
-            has_folder = trainer is not None and trainer.folder is not None
-            where = "the run's folder has what was saved" if has_folder else "before the first step"
-            console.print(f"stopped; {where}")
-            sys.exit(_INTERRUPTED)
         # A model or plug-in raises SystemExit; pipegrad's own are not in `try`.
         except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user, too
             failure = _in_place_of(error) if isinstance(error, SystemExit) else error
@@ -274,51 +266,24 @@ def _register_one_machine() -> None:
     It replaces torch's rendezvous, because that one listens on all interfaces, also for one
     machine, and unpickles the values of its store.
     """
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public
     from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
-        RendezvousInfo,
         RendezvousParameters,
-        RendezvousStoreInfo,
         rendezvous_handler_registry,
     )
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     from pipegrad.comm.store import LOOPBACK, loopback_store
 
-    class OneMachine(RendezvousHandler):
-        """The rendezvous of a single launcher."""
+    class OneMachine(StaticTCPRendezvous):
+        """torch's rendezvous of launchers that know each other, with a store of our own."""
 
         def __init__(self, parameters: RendezvousParameters) -> None:
-            self._run_id, self._store, self._round = parameters.run_id, loopback_store(), 0
-            self._is_closed = False
-
-        @property
-        def use_agent_store(self) -> bool:
-            return True
+            kept = loopback_store()
+            super().__init__(LOOPBACK, kept.port, 0, 1, parameters.run_id, _JOIN_SECONDS)
+            self._store = kept  # torch makes no other one then
 
         def get_backend(self) -> str:
             return _ONE_MACHINE
-
-        def get_run_id(self) -> str:
-            return self._run_id
-
-        def next_rendezvous(self) -> RendezvousInfo:
-            self._round += 1  # restarted ranks find no keys of earlier ones
-            store = PrefixStore(f"{_ONE_MACHINE}/launcher/{self._round}", self._store)
-            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
-
-        def is_closed(self) -> bool:
-            return self._is_closed
-
-        def set_closed(self) -> None:
-            self._is_closed = True
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def shutdown(self) -> bool:
-            self._is_closed = True
-            return True
 
     rendezvous_handler_registry.register(_ONE_MACHINE, OneMachine)
 

@@ -12,7 +12,8 @@ import os
 import pkgutil
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -94,6 +95,31 @@ class Config(Table):
             value = value.model_dump(exclude_none=True)
         value = redacted(value, re.findall(r"\w+", key)[-1])
         raise ConfigError(f"{key} = {_shown(value)}: {complaint}") from cause
+
+    @contextmanager
+    def refusing(
+        self,
+        key: str,
+        words: str = "",
+        *errors: type[BaseException],
+        say: Callable[[BaseException], str] = in_words,
+    ) -> Iterator[None]:
+        """Turns errors of the code inside into a ConfigError about a key; a ConfigError stays.
+
+        Args:
+            key: The key.
+            words: Come before the message of the error.
+            errors: Their classes. By default all that code of the user may raise: a SystemExit
+                would end this rank alone, and the others would wait.
+            say: Returns the message of an error.
+        """
+        kinds = errors or (Exception, SystemExit)
+        try:
+            yield
+        except ConfigError:
+            raise
+        except kinds as error:
+            self.refuse(key, f"{words}{say(error)}", cause=error)
 
 
 def _as_written(value: object) -> object:
@@ -351,10 +377,8 @@ def imported(config: Config, key: str, name: str) -> Callable[..., Any]:
     Raises:
         ConfigError: If it cannot be imported, or is no function.
     """
-    try:
+    with config.refusing(key, "cannot be imported: "):
         function: object = pkgutil.resolve_name(name)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
-        config.refuse(key, f"cannot be imported: {in_words(error)}", cause=error)
     if not callable(function):
         config.refuse(key, f"is {type(function).__name__}, expected a function")
     return function

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import importlib
-import json
 import pydoc_data.topics
 import random
 from collections.abc import Iterator, Sequence
@@ -27,6 +25,7 @@ from torch import Tensor
 
 from pipegrad import run_files
 from pipegrad.errors import ConfigError, causes_of, reason, root_of
+from pipegrad.partition.hf.files import extra
 from pipegrad.train.config import Config, beside, path_of
 
 TOKENIZER = "tokenizer.json"  # in a directory of transformers
@@ -43,11 +42,9 @@ class Tokenizer:
         dtype: The dtype of tokens, as numpy names it.
         digest: Differs between tokenizers that make different tokens.
         unit: A word for tokens in messages.
-        ends: Tokens after which a sample ends.
     """
 
     size, dtype, digest, unit = 256, "uint8", "bytes", "bytes"
-    ends: frozenset[int] = frozenset()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Returns the tokens of each text, without special tokens."""
@@ -77,13 +74,11 @@ class FileTokenizer(Tokenizer):
 
     def __init__(self, config: Config, path: Path) -> None:
         self._config, self._path = config, path
-        library = _library(config, "data.tokenizer", "tokenizers")
-        try:
+        library: Any = extra("tokenizers")
+        words = f"{path} is no file of the library tokenizers: "
+        with config.refusing("data.tokenizer", words, say=reason):
             text = run_files.read(path).decode()
             self._tokenizer = library.Tokenizer.from_str(text)
-        except Exception as error:  # noqa: BLE001 - the library raises nothing more precise
-            complaint = f"{path} is no file of the library tokenizers: {reason(error)}"
-            config.refuse("data.tokenizer", complaint, cause=error)
         # Use all text, because a file may cut off long texts and fill up short ones.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -93,22 +88,6 @@ class FileTokenizer(Tokenizer):
         self.size = max(vocabulary.values()) + 1  # numbers may be missing in between
         self.dtype = "uint16" if self.size <= 2**16 else "uint32"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
-        self.ends = self._ends()
-
-    def _ends(self) -> frozenset[int]:
-        """Returns the tokens at which `generate` of transformers ends a text of this directory."""
-        for path in map(self._path.with_name, ("generation_config.json", "config.json")):
-            try:
-                found = json.loads(run_files.read(path)).get("eos_token_id")
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError, AttributeError) as error:
-                complaint = f"{path} cannot be read: {reason(error)}"
-                self._config.refuse("data.tokenizer", complaint, cause=error)
-            if found is not None:
-                listed = found if isinstance(found, list) else [found]
-                return frozenset(token for token in listed if isinstance(token, int))
-        return frozenset()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -241,7 +220,9 @@ def _sources(config: Config, key: str) -> list[str]:
 
 def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) -> tuple[Any, str]:
     """Returns the tokens of some files, and a digest; see [Note: from files to tokens]."""
-    library = _library(config, key, "datasets")
+    library: Any = extra("datasets")
+    library.disable_progress_bars()
+    library.logging.set_verbosity(library.logging.CRITICAL)  # the error has the message
     import pyarrow
 
     tokens = library.LargeList(library.Value(tokenizer.dtype))
@@ -297,11 +278,15 @@ def _pieces(
 def _texts(config: Config, key: str, source: str) -> Iterator[list[str]]:
     """Yields the texts of a file or folder, many at once."""
     size, column, is_plain = _DOCUMENTS, config.data.column or "text", False
-    try:
+
+    def words(error: BaseException) -> str:
+        return str(root_of(error)).strip().partition("\n")[0]
+
+    with config.refusing(key, f"{source} cannot be read: ", say=words):
         if (data := _opened(config, key, source)) is None:
             # Lines are joined: a tokenizer may have tokens that go across their ends.
             by = "line" if config.data.separator is None else "document"
-            rows = _library(config, key, "datasets").IterableDataset
+            rows: Any = extra("datasets").IterableDataset
             data = rows.from_text(glob.escape(source), sample_by=by, keep_linebreaks=True)
             is_plain, size, column = True, _LINES if by == "line" else 1, "text"
         for batch in data.iter(size):
@@ -316,16 +301,11 @@ def _texts(config: Config, key: str, source: str) -> Iterator[list[str]]:
                 if "\0" in texts[0]:
                     config.refuse(key, f"{source} is binary, not text: it has a zero byte")
             yield texts
-    except ConfigError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever the library, or one of its readers, raises
-        words = str(root_of(error)).strip().partition("\n")[0]
-        config.refuse(key, f"{source} cannot be read: {words}", cause=error)
 
 
 def _opened(config: Config, key: str, source: str) -> Any:  # noqa: ANN401 - a data set
     """Returns the rows of a folder or file; None if it is plain text."""
-    library = _library(config, key, "datasets")
+    library: Any = extra("datasets")
     kinds = Path(source.lower()).suffixes[-2:]  # the last one may mark a compressed file
     if Path(source).is_dir():
         folder = library.load_from_disk(source)
@@ -337,15 +317,3 @@ def _opened(config: Config, key: str, source: str) -> Any:  # noqa: ANN401 - a d
     if ".parquet" in kinds:
         return library.IterableDataset.from_parquet(glob.escape(source))
     return None
-
-
-def _library(config: Config, key: str, name: str) -> Any:  # noqa: ANN401 - a module
-    try:
-        library: Any = importlib.import_module(name)
-    except ImportError as error:
-        complaint = f"it needs the library {name}: pip install 'pipegrad[hf]'"
-        config.refuse(key, complaint, cause=error)
-    if name == "datasets":
-        library.disable_progress_bars()
-        library.logging.set_verbosity(library.logging.CRITICAL)  # the error has the message
-    return library

@@ -124,18 +124,27 @@ class Batches:
         return None
 
     def _epochs(self) -> Iterator[Pair]:
-        """Yields the batches of all epochs."""
-        seed, returned, number = self._config.train.seed, self._returned(), 1
-        seeds: tuple[int, ...]
+        """Yields the batches of all epochs; see [Note: batches of a function]."""
+        seed, takes = self._config.train.seed, parameters_of(self._function)
+        bound = getattr(self._function, "keywords", {})
+        iterable: Any = None
+        iterator: Any = None
+        number = 1
         for epoch in count(1) if self._repeat else [1]:
-            first, seeds = number, (seed, epoch)
-            while (batch := self._seeded(mixed(*seeds), number, returned)) is not _END:
-                pair = self._pair(number, batch)
-                if pair is None:
-                    return
+            first = number
+            seed_all(mixed(seed, epoch))
+            with self._config.refusing(self._key, f"the function fails at batch {number}: "):
+                # Call the function again if it returned an iterator, because an iterator can be
+                # used only once, and if its batches depend on the epoch.
+                if iterator is iterable or "epoch" in takes:
+                    known = {**self._known, "epoch": epoch, "seed": seed}
+                    passed = {n: x for n, x in known.items() if n in takes and n not in bound}
+                    iterable = self._function(**passed)
+                iterator = iter(iterable)
+            while (pair := self._next(number, iterator)) is not None:
                 yield pair
                 number += 1
-                seeds = seed, number, self._known["data_rank"]
+                seed_all(mixed(seed, number, self._known["data_rank"]))
             if number == first and self._repeat:
                 after = f" after {number - 1} batches" if number > 1 else ""
                 self._config.refuse(
@@ -144,42 +153,18 @@ class Batches:
                     f"that begins anew each time it is called, with a batch or more",
                 )
 
-    def _returned(self) -> Iterator[object]:
-        """Yields the elements that the function returns, with `_END` after each epoch."""
-        takes, bound = parameters_of(self._function), getattr(self._function, "keywords", {})
-        iterable: Any = None
-        iterator: Any = None
-        for epoch in count(1):
-            # Call the function again if it returned an iterator, because an iterator can be used
-            # only once, and if its batches depend on the epoch.
-            if iterator is iterable or "epoch" in takes:
-                known = {**self._known, "epoch": epoch, "seed": self._config.train.seed}
-                passed = {n: x for n, x in known.items() if n in takes and n not in bound}
-                iterable = self._function(**passed)
-            iterator = iter(iterable)
-            yield from iterator
-            yield _END
-
-    def _seeded(self, seed: int, number: int, returned: Iterator[object]) -> object:
-        """Sets the seeds, and returns the next element of the user's code."""
-        try:
-            seed_all(seed)
-            return next(returned)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
-            words = str(error) if isinstance(error, PipegradError) else in_words(error)
-            self._config.refuse(
-                self._key, f"the function fails at batch {number}: {words}", cause=error
-            )
-
-    def _pair(self, number: int, batch: object) -> Pair | None:
+    def _next(self, number: int, iterator: Iterator[object]) -> Pair | None:
         """Returns a batch as inputs and targets; refuses one that cannot be trained on.
 
-        None if it has too few rows, and others were measured before: then the measurement ends.
+        None at the end of an epoch, and where a measurement ends: at a batch of too few rows, if
+        others were measured before.
         """
-        try:
+        with self._config.refusing(self._key, f"the function fails at batch {number}: "):
+            batch = next(iterator, _END)
+        if batch is _END:
+            return None
+        with self._config.refusing(self._key, f"batch {number}: ", TypeError, ValueError, say=str):
             pair = pair_of(batch, is_named=self._config.model.is_transformers)
-        except (TypeError, ValueError) as error:
-            self._config.refuse(self._key, f"batch {number}: {error}", cause=error)
         inputs = pair[0] if isinstance(pair[0], Tensor) else next(iter(pair[0].values()))
         rows, microbatches = len(inputs), self._config.parallel.microbatches
         if rows < microbatches:
@@ -309,7 +294,7 @@ def read_texts(config: Config) -> Texts:
                 "gives batches and no text",
             )
         tokenizer = tokenizer_of(config)
-        digests = [tokenizer.digest, str(sorted(tokenizer.ends))]
+        digests = [tokenizer.digest]
         training = None if has_batches else read_corpus(config)
         held_out = read_corpus(config, "eval.files") if config.eval.files else None
         digests += [corpus.digest for corpus in (training, held_out) if corpus is not None]

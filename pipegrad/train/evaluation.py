@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +28,7 @@ class Evaluation:
         feed: Held-out batches; None if nothing is measured.
         tokenizer: Makes and reads tokens; None if no text is continued.
         length: The most tokens of a text that the model gets.
+        ends: Tokens after which a sample ends.
         device: The device of this rank's stages.
     """
 
@@ -39,11 +40,12 @@ class Evaluation:
         feed: Feed | None,
         tokenizer: Tokenizer | None,
         length: int,
+        ends: Collection[int] = (),
         device: torch.device,
     ) -> None:
         self._job, self._eval, self._train = job, job.config.eval, job.config.train
         self._scheduler, self._length, self._device = scheduler, length, device
-        self._feed, self._tokenizer = feed, tokenizer
+        self._feed, self._tokenizer, self._ends = feed, tokenizer, ends
 
     def after(self, step: int) -> dict[str, Any]:
         """Returns the measurements due after a step: attributes of `StepMetrics` by name."""
@@ -85,7 +87,7 @@ class Evaluation:
         for _ in range(self._eval.sample_tokens):
             with self._scheduler.sync.bounded("a sample"):
                 tokens.append(self._next(tokens[-self._length :], tokenizer, generator))
-            if tokens[-1] in tokenizer.ends:
+            if tokens[-1] in self._ends:
                 break
         return tokenizer.decode(tokens)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.errors import ConfigError, TopologyError, in_words
+from pipegrad.errors import TopologyError
 from pipegrad.gradients.named_optimizer import parts_of
 from pipegrad.model.describe import make_manifest
 from pipegrad.model.manifest import Manifest
@@ -139,12 +139,8 @@ class Job:
         options |= dict.fromkeys(passed, topology or self.topology())
         # A factory may draw from any of these generators.
         seed_all(config.train.seed)
-        try:
-            with torch.device(device):
-                model = factory(**options)
-        # A SystemExit would end this rank alone, and the others would wait.
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
-            config.refuse("model", f"the factory fails: {in_words(error)}", cause=error)
+        with config.refusing("model", "the factory fails: "), torch.device(device):
+            model = factory(**options)
         if not isinstance(model, nn.Module):
             config.refuse(
                 "model.factory", f"it returns {type(model).__name__}, expected an nn.Module"
@@ -188,10 +184,8 @@ class Job:
                 tokens = {self._input_name: tokens}
             options["example"] = tokens
         num_stages = len(self.schedule.stage_to_rank)
-        try:
+        with self.config.refusing(key, "", TopologyError):
             return cut(model, num_stages, boundaries=boundaries, **options)
-        except TopologyError as error:
-            self.config.refuse(key, str(error), cause=error)
 
     def placed(self, pair: Pair, topology: Topology, device: torch.device) -> tuple[Inputs, Tensor]:
         """Returns inputs and targets. Tensors that this rank's stages take are on the device.
@@ -323,9 +317,5 @@ class Job:
 
     def _refusing(self, key: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
         """Returns the function's result; its errors become errors about the key."""
-        try:
+        with self.config.refusing(key):
             return function(*arguments)
-        except ConfigError:
-            raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of a plug-in
-            self.config.refuse(key, in_words(error), cause=error)

@@ -31,9 +31,9 @@ from pipegrad.comm.agreement import agree, agree_keeping, same
 from pipegrad.comm.watch import Bounded
 from pipegrad.errors import (
     CheckpointError,
-    ConfigError,
     DriftError,
     PipegradError,
+    TopologyError,
     in_words,
 )
 from pipegrad.observe.recording import Recording
@@ -67,7 +67,7 @@ from pipegrad.train.run_folder import (
     make_run_folder,
     refuse_unseen,
 )
-from pipegrad.train.stages import build_stages, positions, save_model, try_out
+from pipegrad.train.stages import build_stages, ends_of, positions, save_model, try_out
 from pipegrad.train.summary import make_summary
 
 # A run that goes on from a checkpoint with another value of these has a note.
@@ -170,15 +170,18 @@ class Trainer:
             held_out = make_feed(self.job, self._topology, texts, held_out=True)
             if not held_out.check(state for state, *_ in held_out.begin(1)):
                 config.refuse(held_out.what, "there is no batch")
-        length = config.data.sequence_length
+        length, ends = config.data.sequence_length, list[int]()
         if config.model.is_transformers:  # batches of a function have their own length
-            length = min(length, positions(self._cut.uncut))
+            uncut = self._cut.uncut
+            length = min(length, positions(uncut))
+            ends = agree("the end of a sample", lambda: ends_of(uncut))[0]
         self._evaluation = Evaluation(
             self.job,
             self._scheduler,
             feed=held_out,
             tokenizer=texts.tokenizer,
             length=length,
+            ends=ends,
             device=self._device,
         )
         agree("the outline", self._summarize)
@@ -347,9 +350,8 @@ class Trainer:
     def _prepare(self, config: Config) -> str:
         """Makes the job and chooses the device; returns its type."""
         self.job = Job(config, dist.get_world_size())
-        self._device = device_of_rank(config)
-        if self._device.type != "cpu":
-            torch.accelerator.set_device_index(self._device.index)
+        with config.refusing("train.device", "", TopologyError):
+            self._device = device_of_rank(config.train.device)
         self._were_deterministic = torch.are_deterministic_algorithms_enabled()
         choose_algorithms(deterministic=config.train.deterministic)
         return self._device.type
@@ -401,23 +403,15 @@ class Trainer:
         def found() -> object:
             if dist.get_rank():
                 return None
-            try:
-                folder, saved, self._lock = locked_origin(config)
-            except ConfigError as error:
-                return str(error)
+            folder, saved, self._lock = locked_origin(config)
             return folder, saved
 
         reply: Any = agree("train.resume", found)[0]
-        if isinstance(reply, str):
-            raise ConfigError(reply)
-        self._goes_on_in, folder = reply
-        self.checkpoint = folder
-        if folder is None:
+        self._goes_on_in, self.checkpoint = reply
+        if self.checkpoint is None:
             return
-        try:
-            resumed = checkpoint.resume(folder, self._state, options=False)
-        except CheckpointError as error:
-            config.refuse("train.resume", str(error), cause=error)
+        with config.refusing("train.resume", "", CheckpointError):
+            resumed = checkpoint.resume(self.checkpoint, self._state, options=False)
         self._update.follow(resumed.step)
         notes = [*_differences(resumed.run, self._run), *resumed.notes]
         self.notes = tuple(f"train.resume: {note}" for note in notes)
@@ -456,7 +450,7 @@ def run(trainer: Trainer, report: Report) -> int:
     trainer.saving.note = report.note
     if is_first_rank:
         report.note(_begins(trainer, folder))
-    running = report.running() if is_first_rank else nullcontext()
+    running = report.running if is_first_rank else nullcontext()
     with trainer.signals, trainer.tracing, running:
         recording = trainer.tracing.enter_context(trainer.recorded())
         for step in range(trainer.first_step, train.steps + 1):

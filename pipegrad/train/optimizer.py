@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.grad_scaler import GradScaler
@@ -23,6 +23,12 @@ from pipegrad.plugins.registry import closest_first, complaints_of
 from pipegrad.train.config import Config
 from pipegrad.train.schema import LearningRate, Named
 
+# Classes of torch that no configuration can name, and why.
+_IN_A_ROW = "it cannot be given by name and plain options: list others in a row"
+_UNFIT = {
+    "LBFGS": "it evaluates the loss itself: choose a first-order one",
+    **dict.fromkeys(("ReduceLROnPlateau", "SequentialLR", "ChainedScheduler"), _IN_A_ROW),
+}
 MOST_SKIPPED = 100  # steps in a row: a run that only skips ends in nothing
 
 
@@ -43,17 +49,9 @@ def make_optimizer(
     kind, others = kinds(config)
     names = choice.name if choice.others is None else f"{choice.name} with {choice.others.name}"
     beside = {} if others is None else {"others": others}
-    return _made(config, "optimizer", names, partial(make, kind, **beside, **choice.options))
-
-
-def _made(
-    config: Config, key: str, names: str, make: Callable[[], torch.optim.Optimizer]
-) -> torch.optim.Optimizer:
     # torch checks values of options itself, with many kinds of errors.
-    try:
-        return make()
-    except Exception as error:  # noqa: BLE001 - any error of torch about an option
-        config.refuse(key, f"{names} will not take that: {error}", cause=error)
+    with config.refusing("optimizer", f"{names} will not take that: ", say=str):
+        return make(kind, **beside, **choice.options)
 
 
 def kinds(config: Config) -> tuple[type, Callable[..., torch.optim.Optimizer] | None]:
@@ -79,18 +77,26 @@ def kinds(config: Config) -> tuple[type, Callable[..., torch.optim.Optimizer] | 
 
 def _kind(config: Config, key: str, choice: Named) -> type:
     """Returns a class of torch.optim that takes the options of a choice."""
-    known = _classes(torch.optim, torch.optim.Optimizer)
-    if choice.name not in known:
-        config.refuse(f"{key}.name", f"torch.optim has none; {_known(choice.name, known)}")
-    if choice.name == "LBFGS":
-        config.refuse(f"{key}.name", "it evaluates the loss itself: choose a first-order one")
-    kind: type = known[choice.name]
-    if complaint := complaints_of(kind, choice.options, given=("params",)):
-        config.refuse(key, f"{choice.name} {complaint}")
+    kind = _class_of(config, key, torch.optim, torch.optim.Optimizer, choice)
     for option, value in choice.options.items():
         is_flag = option == "lr" and isinstance(value, bool)  # Python would count it as a number
         if is_flag or (isinstance(value, float) and not math.isfinite(value)):
             config.refuse(f"{key}.{option}", "should be a finite number")
+    return kind
+
+
+def _class_of(config: Config, key: str, module: Any, base: type, choice: Named) -> type:  # noqa: ANN401
+    """Returns the class of a module of torch that a choice names, if it takes these options."""
+    classes = {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base)}
+    known = {n: c for n, c in classes.items() if c is not base and not n.startswith("_")}
+    if choice.name not in known:
+        hint = f"known, closest first: {closest_first(choice.name, known)}"
+        config.refuse(f"{key}.name", f"{module.__name__} has none; {hint}")
+    if complaint := _UNFIT.get(choice.name):
+        config.refuse(f"{key}.name", complaint)
+    kind: type = known[choice.name]
+    if complaint := complaints_of(kind, choice.options, given=("params", "optimizer")):
+        config.refuse(key, f"{choice.name} {complaint}")
     return kind
 
 
@@ -121,25 +127,21 @@ def _step(
     """Returns an optimizer that has made a step."""
     probe = nn.Parameter(torch.ones(2, 2, device=device))
     probe.grad = torch.ones_like(probe)
-    make = partial(_kind(config, key, part), [probe], **part.options)
-    optimizer = _made(config, key, part.name, make)
-    try:
+    kind = _kind(config, key, part)
+    with config.refusing(key, f"{part.name} will not take that: ", say=str):
+        optimizer: torch.optim.Optimizer = kind([probe], **part.options)
+    with config.refusing(key, "its first step fails: "):
         optimizer.step()
-    except Exception as error:  # noqa: BLE001 - any error of torch about an option
-        config.refuse(key, f"its first step fails: {error!r}", cause=error)
     return optimizer
 
 
 def _try_out(config: Config, schedule: LRScheduler, last: int) -> None:
     """Makes the first steps of a learning-rate schedule, and its last one, to find its errors."""
-    try:
+    words = f"fails within {config.train.steps} steps: "
+    with config.refusing("optimizer.schedule", words), warnings.catch_warnings():
         advance(schedule, min(last, 2))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch would rather make all steps
-            schedule.step(last)
-    except Exception as error:  # noqa: BLE001 - any error of torch about an option
-        complaint = f"fails within {config.train.steps} steps: {error!r}"
-        config.refuse("optimizer.schedule", complaint, cause=error)
+        warnings.simplefilter("ignore")  # torch would rather make all steps
+        schedule.step(last)
     rate = float(schedule.optimizer.param_groups[0]["lr"])
     if not math.isfinite(rate):
         config.refuse("optimizer.schedule", f"comes to the learning rate {rate}")
@@ -185,30 +187,11 @@ def advance(learning_rate: LRScheduler, num_steps: int) -> None:
 def _scheduler(
     config: Config, index: int, part: LearningRate, optimizer: torch.optim.Optimizer
 ) -> LRScheduler:
-    known = _classes(lr_scheduler, LRScheduler)
     key = f"optimizer.schedule[{index}]"
-    if part.name not in known:
-        hint = _known(part.name, known)
-        config.refuse(key, f"torch.optim.lr_scheduler has none; {hint}")
-    kind = known[part.name]
-    if issubclass(kind, ReduceLROnPlateau | SequentialLR | lr_scheduler.ChainedScheduler):
-        config.refuse(key, "it cannot be given by name and plain options: list others in a row")
-    if complaint := complaints_of(kind, part.options, given=("optimizer",)):
-        config.refuse(key, f"it {complaint}")
-    try:
+    kind = _class_of(config, key, lr_scheduler, LRScheduler, part)
+    with config.refusing(key, "torch will not take that: "):
         scheduler: LRScheduler = kind(optimizer, **part.options)
-    except Exception as error:  # noqa: BLE001 - any error of torch about an option
-        config.refuse(key, f"torch will not take that: {error!r}", cause=error)
     return scheduler
-
-
-def _classes(module: Any, base: type) -> dict[str, Any]:  # noqa: ANN401 - modules, and their classes
-    classes = {n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, base)}
-    return {name: c for name, c in classes.items() if c is not base and not name.startswith("_")}
-
-
-def _known(name: str, known: dict[str, Any]) -> str:
-    return f"known, closest first: {closest_first(name, known)}"
 
 
 class Updated(NamedTuple):

@@ -56,9 +56,8 @@ from pipegrad.comm.ending import set_all_in_vain
 from pipegrad.comm.failures import FAILED, STALLED, FailureReport
 from pipegrad.comm.store import SignedStore
 from pipegrad.comm.watch import watch
-from pipegrad.errors import ConfigError, PipegradError
+from pipegrad.errors import ConfigError, PipegradError, TopologyError, refuse
 from pipegrad.printable import say
-from pipegrad.train.config import Config
 
 _KEY = "pipegrad/start"
 _LOOK_SECONDS = 1.0  # between looks for another start
@@ -80,36 +79,39 @@ _ECHO_SECONDS = 1.0
 _LATER_SECONDS = 0.5  # the rank that prints the report ends first: then torchrun ends all others
 
 
-def device_of_rank(config: Config) -> torch.device:
-    """Returns this rank's device; ``auto`` is the CPU unless every local rank has a CUDA GPU."""
+def device_of_rank(name: str) -> torch.device:
+    """Returns this rank's device, and makes it the current one.
+
+    Args:
+        name: A device of torch; "auto" is the CPU unless every local rank has a CUDA GPU.
+
+    Raises:
+        TopologyError: If there is no such device for this rank.
+    """
     # Without torchrun this process is the only rank of its machine.
     local, num_local = (int(os.environ.get(n, d)) for n, d in _LOCAL.items())
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = automatic_kind() if config.train.device == "auto" else config.train.device
-    kind, _, index = device.partition(":")
-    if device == "cpu":
+    available = "cpu" if accelerator is None else accelerator.type
+    cards = torch.accelerator.device_count()
+    if name == "auto":
+        name = "cuda" if available == "cuda" and cards >= num_local else "cpu"
+    kind, _, index = name.partition(":")
+    if name == "cpu":
         return torch.device("cpu")
-    if kind == "cpu":
-        config.refuse("train.device", "all ranks of a machine share its cores: write 'cpu'")
-    if accelerator is None or kind != accelerator.type:
-        available = "cpu" if accelerator is None else f"{accelerator.type} or cpu"
-        config.refuse("train.device", f"this machine has {available}")
-    cards, location = torch.accelerator.device_count(), index or str(local)
-    if not location.isdigit() or int(location) >= cards:
-        config.refuse(
-            "train.device",
+    location = index or str(local)
+    refuse(
+        TopologyError,
+        {
+            "all ranks of a machine share its cores: write 'cpu'": kind == "cpu",
+            f"this machine has {available}{' or cpu' * (available != 'cpu')}": kind != available,
             f"{num_local} ranks need a {kind} device each, this machine has {cards}: start fewer "
-            f"ranks, choose 'cpu', or name one that is there, as in '{kind}:0'",
-        )
+            f"ranks, choose 'cpu', or name one that is there, as in '{kind}:0'": (
+                not location.isdigit() or int(location) >= cards
+            ),
+        },
+    )
+    torch.accelerator.set_device_index(int(location))
     return torch.device(kind, int(location))
-
-
-def automatic_kind() -> str:
-    """Returns "cuda" if each rank of this machine has a CUDA GPU, else "cpu"."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    has_own = accelerator is not None and accelerator.type == "cuda"
-    return "cuda" if has_own and torch.accelerator.device_count() >= num_local else "cpu"
 
 
 def choose_algorithms(*, deterministic: bool) -> None:

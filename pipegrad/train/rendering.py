@@ -58,7 +58,6 @@ def rendered_summary(summary: Mapping[str, Any], schedule: Schedule) -> Iterator
         ["reduction", "parameters", "elements"],
         ([way["route"], way["parameters"], f"{way['elements']:,}"] for way in summary["routes"]),
     )
-    yield from _divisors(summary["pipeline_ranks"])
     yield (
         f"all ranks: {summary['collectives']} collectives, "
         f"{summary['reduced_bytes'] / _MIB:.2f} MiB a step, each rank's part counted; "
@@ -138,15 +137,6 @@ def _links(links: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
     else:
         nbytes = f"at most {_mib(max(sizes))} MiB"
     yield f"{len(links)} links: at most {most} messages a step and direction, {nbytes}"
-
-
-def _divisors(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    keys_of: dict[float, list[str]] = {}
-    for rank in ranks:
-        for key, divisor in rank["plan"]["divisors"].items():
-            keys_of.setdefault(divisor, []).append(key)
-    for divisor, keys in sorted(keys_of.items()):
-        yield f"divided by {divisor:g} before they leave: {len(keys)} parameters, such as {keys[0]}"
 
 
 def _mib(nbytes: float) -> str:

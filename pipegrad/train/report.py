@@ -6,8 +6,8 @@ import json
 import platform
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -48,7 +48,13 @@ def manifest_of(config: Config, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Report:
-    """Gives every step of a run to the reporters at once. Nothing is lost if the run fails."""
+    """Gives every step of a run to the reporters at once. Nothing is lost if the run fails.
+
+    Attributes:
+        running: Closes the reporters when the run ends or fails. `begin` makes it.
+    """
+
+    running: ExitStack
 
     def __init__(self, console: Console, job: Job) -> None:
         self._console = console
@@ -74,13 +80,7 @@ class Report:
                 reporter.first_step = first_step
                 reporter.open(folder, self._config)
                 opened.callback(reporter.close)
-            self._open = opened.pop_all()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Closes the reporters when the run ends or fails."""
-        with self._open:
-            yield
+            self.running = opened.pop_all()
 
     def step(self, metrics: StepMetrics) -> None:
         """Gives the metrics of a step to the reporters. The run goes on without one that fails."""

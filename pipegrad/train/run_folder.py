@@ -24,7 +24,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from pipegrad import run_files
 from pipegrad.checkpoint.folders import INDEX, find_checkpoint, remove_unfinished
 from pipegrad.comm.agreement import agree
-from pipegrad.errors import CheckpointError, ConfigError, PipegradError, reason
+from pipegrad.errors import CheckpointError, PipegradError, reason
 from pipegrad.train.config import Config, path_of
 
 LOCK, MANIFEST, METRICS = "lock", "manifest.json", "metrics.jsonl"
@@ -96,10 +96,8 @@ def locked_origin(config: Config) -> tuple[Path | None, Path | None, RunLock | N
     folder, checkpoint = find_origin(config)
     if folder is None:
         return folder, checkpoint, None
-    try:
+    with config.refusing("train.resume", "", OSError, say=str):
         lock = RunLock(folder)
-    except OSError as error:
-        config.refuse("train.resume", str(error), cause=error)
     # Look again, because another job may have written there before it was locked.
     return *find_origin(config), lock
 
@@ -119,10 +117,8 @@ def find_origin(config: Config) -> Origin:
     folder = path_of(config.train.output if is_auto else config.train.resume)
     if is_auto and not folder.is_dir():
         return None, None
-    try:
+    with config.refusing("train.resume", "", CheckpointError):
         found = find_checkpoint(folder)
-    except CheckpointError as error:
-        config.refuse("train.resume", str(error), cause=error)
     if found != folder:
         return folder, found
     if not is_auto:
@@ -148,8 +144,12 @@ def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:
     output = path_of(config.train.output)
     # Runs that start at the same time try the same names. `mkdir` fails for all but one of them,
     # and the others try the next number.
+    folder, words, unwritten = output, "cannot be written: ", (OSError, ValueError)
     for number in count(1):
-        try:
+        with (
+            config.refusing("train.output", words, *unwritten, say=reason),
+            suppress(FileExistsError),
+        ):
             whole = output.resolve()
             if whole in (Path.cwd(), *Path.cwd().parents):
                 config.refuse(
@@ -160,19 +160,10 @@ def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:
             folder = output if number == 1 else output.parent / f"{whole.name}-{number}"
             folder.mkdir(parents=True)
             break
-        except FileExistsError:
-            continue
-        except ConfigError:
-            raise
-        except (OSError, ValueError) as error:
-            config.refuse("train.output", f"cannot be written: {reason(error)}", cause=error)
-    try:
+    with ExitStack() as removed, config.refusing("train.output", words, *unwritten, say=reason):
+        removed.callback(shutil.rmtree, folder, ignore_errors=True)
         begin(folder)
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError | ValueError) and not isinstance(error, ConfigError):
-            config.refuse("train.output", f"cannot be written: {reason(error)}", cause=error)
-        raise
+        removed.pop_all()
     return str(folder)
 
 
@@ -195,13 +186,11 @@ def continue_run_folder(
     Raises:
         ConfigError: If the folder cannot be written, or `begin` fails.
     """
-    try:
+    words = f"{folder} cannot be written: "
+    with config.refusing("train.output", words, OSError, ValueError, say=reason):
         remove_unfinished(folder)
-        run_files.remove_temporary(folder)
         cut_rows(folder / METRICS, step)
         begin(folder)
-    except (OSError, ValueError) as error:
-        config.refuse("train.output", f"{folder} cannot be written: {reason(error)}", cause=error)
     return str(folder)
 
 

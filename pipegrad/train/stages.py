@@ -6,17 +6,13 @@ ranks alike, before any training.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import math
-import random
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,10 +20,11 @@ from torch import Tensor, nn
 from pipegrad import Cut, Scheduler, Stage, Topology, run_files
 from pipegrad.comm.activity import failure_of
 from pipegrad.comm.agreement import agree, agree_keeping, nobody_comes
-from pipegrad.errors import AgreementError, ConfigError, WeightsError, in_words
+from pipegrad.errors import AgreementError, ConfigError, WeightsError
 from pipegrad.partition.cut_model import Source
 from pipegrad.partition.hf.files import extra
 from pipegrad.partition.hf.pretrained import meta_model
+from pipegrad.plugins.written import digest
 from pipegrad.train.config import Config, beside, with_options
 from pipegrad.train.corpus import TOKENIZER, Tokenizer, tokenizer_file
 from pipegrad.train.dataset import INPUT_IDS, Feed, Inputs, Texts
@@ -42,7 +39,6 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files in the folder of a tokenizer.json that belong to it.
 _BESIDE = (_TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 _PLAIN_TOKENIZER = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
-RANDOM = "the next random number"  # sorts after names of parameters
 
 
 def build_stages(
@@ -62,10 +58,8 @@ def build_stages(
             stage.module.to(device)
         if (choice := config.parallel.prepare) is not None:
             prepare = with_options(config, "parallel.prepare", choice, lambda names: names[:2])
-            try:
+            with config.refusing("parallel.prepare", "it fails: "):
                 prepare([stage.module for stage in own], topology)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
-                config.refuse("parallel.prepare", f"it fails: {in_words(error)}", cause=error)
         for stage in own:
             if (dtype := _AUTOCAST.get(config.train.precision)) is not None:
                 autocast = torch.autocast(device.type, dtype=dtype)
@@ -89,7 +83,7 @@ def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer |
         looked: Mapping[str, Tensor] = agree("a look at the first batch", lambda: rows)[0]
         example = looked.get("", looked)
 
-    def make() -> tuple[Cut, tuple[object, dict[str, str]]]:
+    def make() -> tuple[Cut, tuple[object, object]]:
         if uncut is None:
             cut = job.cut(job.model(topology=topology), example)
         else:
@@ -101,12 +95,24 @@ def _make_model(job: Job, topology: Topology, feed: Feed, tokenizer: Tokenizer |
         if not any(p.requires_grad for m in cut.modules.values() for p in m.parameters()):
             config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
         location = tuple(topology.coordinate(axis) for axis in config.parallel.dimensions)
-        return cut, (location, digests_of([cut.modules[i] for i in topology.local_stages]))
+        held = (buffer for module in cut.modules.values() for buffer in module.buffers())
+        buffers = [digest(x) for x in held if type(x) is Tensor and not x.is_meta]
+        return cut, (location, (cut.begins(topology.local_stages), buffers))
 
-    cut, digests = agree_keeping("the model", make, timeout_seconds=_PREPARE_SECONDS)
-    if uncut is None:
-        check_alike(config, digests)
-    else:
+    cut, replies = agree_keeping("the model", make, timeout_seconds=_PREPARE_SECONDS)
+    # Ranks of one location must have made the same values, also of stages that only one of them
+    # keeps. Other locations may hold other shards.
+    first: dict[object, tuple[int, object]] = {}
+    for rank, (location, values) in enumerate(replies):
+        other, expected = first.setdefault(location, (rank, values))
+        if values != expected:
+            config.refuse(
+                "model.factory",
+                f"it makes other values on rank {rank} than on rank {other}, though train.seed "
+                f"seeds torch, numpy and random alike: draw from these alone, in an order that no "
+                f"set or hash decides",
+            )
+    if uncut is not None:
         load_stages(config, cut, topology.local_stages)
     return cut
 
@@ -166,52 +172,6 @@ def try_out(
         if not torch.equal(buffer, before):  # one that is expanded cannot be written
             with torch.no_grad():
                 buffer.copy_(before)
-
-
-def digests_of(modules: Sequence[nn.Module]) -> dict[str, str]:
-    """Returns a digest of the bits of each parameter and buffer of stages, by name.
-
-    The state of the random generators has a digest, too. It shows that ranks have drawn alike, also
-    for layers that only one of them keeps. Call this right after the model was made.
-    """
-    named = [n for m in modules for n in chain(m.named_parameters(), m.named_buffers())]
-    drawn = repr((random.getstate(), np.random.get_state())).encode()
-    return {
-        **{name: _digest(tensor) for name, tensor in named if not tensor.is_meta},
-        RANDOM: f"{_digest(torch.get_rng_state())} {hashlib.sha256(drawn).hexdigest()}",
-    }
-
-
-def _digest(tensor: Tensor) -> str:
-    held: Tensor = getattr(tensor, "to_local", lambda: tensor)()  # of a DTensor
-    content = held.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(content.numpy().data).hexdigest()
-
-
-def check_alike(config: Config, replies: Sequence[tuple[object, Mapping[str, str]]]) -> None:
-    """Refuses a factory that made other values on one rank than on another.
-
-    Args:
-        config: The configuration.
-        replies: For each rank its location in the dimensions that a factory may shard along, and
-            its `digests_of` the model.
-
-    Raises:
-        ConfigError: If values differ. Names a parameter that differs, and two ranks.
-    """
-    # Ranks of one location must have the same values. Other locations may hold other shards. Each
-    # name has its own first rank, because a rank has values of its own stages only.
-    first: dict[tuple[object, str], tuple[int, str]] = {}
-    for rank, (location, digests) in enumerate(replies):
-        for name, own in sorted(digests.items()):
-            other, expected = first.setdefault((location, name), (rank, own))
-            if own != expected:
-                config.refuse(
-                    "model.factory",
-                    f"it makes other values on rank {rank} than on rank {other}, of {name!r}, "
-                    f"though train.seed seeds torch, numpy and random alike: draw from these "
-                    f"alone, in an order that no set or hash decides",
-                )
 
 
 def largest_first(config: Config, tokenizer: Tokenizer) -> Tensor:
@@ -290,6 +250,12 @@ def positions(model: Any) -> int:  # noqa: ANN401
     return longest if longest and longest > 0 else sys.maxsize  # XLNet's is -1
 
 
+def ends_of(model: Any) -> list[int]:  # noqa: ANN401
+    """Returns the tokens at which `generate` of transformers ends a text."""
+    ends: Any = getattr(model.generation_config, "eos_token_id", None)
+    return ends if isinstance(ends, list) else [ends]
+
+
 def check_tokenizer(config: Config, model: Any, tokenizer: Tokenizer) -> None:  # noqa: ANN401
     """Refuses a tokenizer with more tokens than the model."""
     size = model.config.get_text_config().vocab_size
@@ -324,10 +290,8 @@ def load_stages(config: Config, cut: Cut, stages: Sequence[int]) -> None:
     key, path = _named(config)
     is_saved = key == "model.pretrained"
     cut.source = Source("cpu", None if is_saved else config.train.seed, path if is_saved else None)
-    try:
+    with config.refusing(key, "", WeightsError, AgreementError):
         cut.load(stages)
-    except (WeightsError, AgreementError) as error:
-        config.refuse(key, str(error), cause=error)
 
 
 def save_model(config: Config, cut: Cut, folder: Path) -> None:
@@ -346,13 +310,11 @@ def save_model(config: Config, cut: Cut, folder: Path) -> None:
         if is_first and tokenizer is not None:
             _copy_tokenizer(tokenizer, folder)
 
-    try:
+    words = f"the model cannot be written into {folder}: "
+    with config.refusing("train.output", words, WeightsError, AgreementError, OSError, say=str):
         agree("the folder of the model", make)
         cut.save_pretrained(folder)
         agree("the tokenizer of the model", copy)
-    except (WeightsError, AgreementError, OSError) as error:
-        complaint = f"the model cannot be written into {folder}: {error}"
-        config.refuse("train.output", complaint, cause=error)
 
 
 def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:

@@ -31,7 +31,7 @@ def written(folder: Path, tensors: Mapping[str, Tensor], **head: Any) -> Path:
         key: {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": tuple(tensor.shape),
-            "slices": [(Place.whole(tensor.shape).part(tensor).ranges[0], RANK_0, begins[key])],
+            "slices": [(Place.whole(tensor.shape).part(tensor).range, RANK_0, begins[key])],
         }
         for key, tensor in tensors.items()
     }

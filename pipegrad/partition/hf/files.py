@@ -97,7 +97,7 @@ class Weights:
 
 
 def extra(module: str) -> ModuleType:
-    """Returns a module of the extra ``hf``: safetensors, transformers or peft.
+    """Returns a module of a library of the extra ``hf``, such as transformers.
 
     Raises:
         ConfigError: If the library is not installed.
@@ -107,8 +107,7 @@ def extra(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"models of Hugging Face need the library {library}: pip install 'pipegrad[hf]' "
-            f"({error})"
+            f"this needs the library {library}: pip install 'pipegrad[hf]' ({error})"
         ) from error
 
 

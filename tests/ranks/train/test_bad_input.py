@@ -72,7 +72,7 @@ MODELS: dict[Settings, str] = {
     **{f"model.factory=factories:{name}": says for name, says in FACTORIES.items()},
     "model.factory=tied": "'tied': should look like 'module:function'",
     "parallel.schedule={name='interleaved-1f1b', stages_per_rank=8}": (
-        "pipeline = .default.: a model of 7 layers cannot be cut into 8 stages"
+        "pipeline = .default.: a model of 5 layers cannot be cut into 8 stages"
     ),
     ("parallel.boundaries=[9]", TWO_STAGES): "ascending indices from 1 to 4",
     "train.loss=data_functions:not_reduced": "In 0F0 on pipeline rank 0",
@@ -108,7 +108,7 @@ PARTS: dict[Settings, str] = {
     "gradient_handlers=['handlers_that_exit:Making']": "constructed with {}: SystemExit.0.",
     "gradient_handlers=['handlers_that_exit:Reducing']": "of rank 0 failed: SystemExit.'bye'",
     "gradient_handlers=['handlers_that_exit:Looking']": r"check\(\) failed: SystemExit\(0\)",
-    "optimizer.schedule=Cosine": r"schedule\[0\] = 'Cosine': torch.optim.lr_sch",
+    "optimizer.schedule=Cosine": r"schedule\[0\].name = 'Cosine': torch.optim.lr_sch",
     "optimizer.schedule=CosineAnnealingLR": "needs the option 'T_max'",
     "optimizer.schedule={name='LambdaLR', lr_lambda='x'}": "torch will not take that: TypeError",
     "optimizer.schedule={name='ReduceLROnPlateau'}": "cannot be given by name and plain",
@@ -142,7 +142,8 @@ COMMANDS: dict[Sequence[str], str] = {
 # What only ranks can notice: they look at other files, have other values, or fail alone.
 ON_RANKS: dict[Settings, str] = {
     "model.factory=factories:lonely": r"rank 1: .*'mine alone'.* \(the model: 1 of 2 ranks failed",
-    "model.factory=factories:differing": "other values on rank 1 than on rank 0, of 'the next rand",
+    "model.factory=factories:differing": "other values on rank 1 than on rank 0, though train.seed",
+    "model.factory=factories:differing_buffer": "it makes other values on rank 1 than on rank 0, ",
     "data.files=['ours.txt']": "ranks disagree on the text",
     "data={dataset='data_functions:by_rank'}": "ranks 0 and 1 were given different tensors as 'x'",
     ("data={dataset='data_functions:without_ranks'}", "parallel.data=2"): (

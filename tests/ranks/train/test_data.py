@@ -163,7 +163,7 @@ def test_what_the_page_shows_trains(
         assert [*reporting.reporters] == ["jsonl", "my_reporter:Table"]
         report = Report(Console(file=io.StringIO()), reporting)
         report.begin(tmp_path, {})
-        with report.running():
+        with report.running:
             report.step(alone.steps[0])
         assert Path("losses.csv").read_text() == f"1,{alone.losses[0]}\n"
 

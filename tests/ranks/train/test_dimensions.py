@@ -21,7 +21,7 @@ from pipegrad.train.config import Config, load
 from pipegrad.train.corpus import mixed, read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.rendering import rendered_summary
-from pipegrad.train.summary import make_summary
+from pipegrad.train.summary import make_summary, rank_as_text
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 from tests.support.train.jobs import (
@@ -362,11 +362,13 @@ def test_each_data_dimension_needs_a_reduction_or_a_divisor_that_stands_for_it(
 def test_what_is_printed_names_dimensions_and_divisors(path: Path) -> None:
     job = Job(config(path, *BOTH, EXPERT, "parallel.pipeline=2"), 8)
     cut = job.cut(job.model("meta"))
-    told = make_summary(job, cut, job.manifest(cut))
+    manifest = job.manifest(cut)
+    told = make_summary(job, cut, manifest)
     assert told["dimensions"] == {"ep": 2}
     lines = [line for line in rendered_summary(told, job.schedule) if isinstance(line, str)]
     assert lines[0].startswith("8 ranks: pipeline 2 x data 2 x ep 2, 4 microbatches by 1f1b")
-    assert "divided by 2 before they leave: 2 parameters, such as 0.0.weight" in lines
+    shown = rank_as_text(job, manifest, 0)
+    assert re.search(r"\ndivided by 2 before they leave: .*0\.0\.weight", shown), shown
     assert {way["route"]: way["parameters"] for way in told["routes"]} == {
         "replicate-mean(dp)": 2,
         "replicate-mean(dp+ep)": 2,

@@ -131,6 +131,13 @@ def differing() -> nn.Sequential:
     return nn.Sequential(embedding, nn.Linear(8, 256))
 
 
+def differing_buffer() -> nn.Sequential:
+    """Draws only a buffer of its last layer otherwise on one rank."""
+    made = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
+    made[1].register_buffer("drawn", torch.rand(3 + dist.get_rank())[-3:])
+    return made
+
+
 def empty() -> nn.Sequential:
     return nn.Sequential()
 

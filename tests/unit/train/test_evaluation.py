@@ -24,7 +24,9 @@ def evaluation_of(config: Config, tokenizer: Any) -> Evaluation:
         sync=SimpleNamespace(bounded=lambda _: nullcontext()),
     )
     job: Any = SimpleNamespace(config=config)
-    return Evaluation(job, scheduler, feed=None, tokenizer=tokenizer, length=2, device=CPU)
+    return Evaluation(
+        job, scheduler, feed=None, tokenizer=tokenizer, length=2, ends=[5], device=CPU
+    )
 
 
 @pytest.mark.parametrize(("has_tokenizer", "expected"), [(True, [2, 4, 5]), (False, [])])
@@ -49,7 +51,7 @@ def test_a_sample_ends_behind_the_token_that_ends_a_text(monkeypatch: pytest.Mon
         return next(drawn)
 
     monkeypatch.setattr(Evaluation, "_next", following)
-    tokenizer = SimpleNamespace(ends={5}, encode=lambda _: [[5, 1]], decode=str)
+    tokenizer = SimpleNamespace(encode=lambda _: [[5, 1]], decode=str)
     assert evaluation_of(config, tokenizer).after(1) == {"sample": "[5, 1, 3, 4, 5]"}
     assert contexts == [[5, 1], [1, 3], [3, 4]]  # the model takes two tokens
 

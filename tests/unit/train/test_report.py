@@ -45,7 +45,7 @@ def running(folder: Path, *reporters: str) -> Iterator[tuple[Report, io.StringIO
     shown = io.StringIO()
     run = Report(Console(file=shown, width=160), Job(config(*reporters)))
     run.begin(folder, {})
-    with run.running():
+    with run.running:
         yield run, shown
     run.close(folder, {"device": "cpu"}, "equal, bit by bit")
 
@@ -185,6 +185,6 @@ def test_the_example_for_weights_and_biases_logs_every_number(
     job = Job(Config(model=Model(factory="a:b"), train=train))
     report = Report(Console(file=io.StringIO()), job)
     report.begin(tmp_path, {"config": {}})
-    with report.running():
+    with report.running:
         report.step(metrics(1))
     assert told == ["p", (1, 5.0), "end"]

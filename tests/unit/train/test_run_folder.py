@@ -54,8 +54,9 @@ def with_checkpoints(run: Path, *steps: int) -> Path:
 
 def test_checkpoints_are_sorted_published_and_unfinished_ones_removed(tmp_path: Path) -> None:
     run = with_checkpoints(tmp_path, 9, 10, 2)
-    others = "checkpoint-", "checkpoint-12.damaged", "model"
-    for other in ("checkpoint-11.partial", "checkpoint-1.old.partial", *others):
+    others = "checkpoint-", "checkpoint-12.damaged", "model", "notes.partial"
+    begun = "checkpoint-11.partial", "checkpoint-1.old.partial", f"lock.{'0af' * 5}1.partial"
+    for other in (*begun, *others):
         (run / other).mkdir()
     assert [path.name for path in checkpoints(run)] == [f"checkpoint-{n}" for n in (10, 9, 2)]
     assert checkpoints(tmp_path / "nowhere") == []

@@ -228,7 +228,7 @@ def test_without_a_library_it_says_what_to_install(
     Path("a.txt").write_text("one two\n")
     tokenizer("one")
     monkeypatch.setitem(sys.modules, library, None)
-    says = rf"it needs the library {library}: pip install 'pipegrad\[hf\]'"
+    says = rf"this needs the library {library}: pip install 'pipegrad\[hf\]'"
     with pytest.raises(ConfigError, match=says):
         read_corpus(config("a.txt", tokenizer="tokenizer.json"))
     assert len(read_corpus(config())) > 300_000  # what Python says of itself needs neither
@@ -288,35 +288,3 @@ def test_a_text_of_one_sequence_is_enough() -> None:
     assert tokens.tolist() == [[97, 98, 99, 100]] * 2
     with pytest.raises(ConfigError, match="the text has 5 bytes: choose at most 4"):
         read_corpus(config("a", length=5))
-
-
-@pytest.mark.parametrize(
-    ("files", "ends"),
-    [
-        ({}, set()),
-        ({"config.json": {"eos_token_id": 2}}, {2}),
-        ({"config.json": {"eos_token_id": 2}, "generation_config.json": {}}, {2}),
-        (
-            {
-                "config.json": {"eos_token_id": 2},
-                "generation_config.json": {"eos_token_id": [3, 4]},
-            },
-            {3, 4},
-        ),
-        ({"config.json": {"eos_token_id": None}}, set()),
-        ({"config.json": {"eos_token_id": [1, "</s>"]}}, {1}),
-    ],
-)
-def test_texts_end_where_the_model_says(files: dict[str, Any], ends: set[int]) -> None:
-    vocabulary = {letter: number for number, letter in enumerate("abcde")}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary)).save("tokenizer.json")
-    for name, content in files.items():
-        Path(name).write_text(json.dumps(content))
-    assert corpus.tokenizer_of(config(tokenizer="tokenizer.json")).ends == ends
-
-
-def test_a_damaged_configuration_beside_a_tokenizer_is_named() -> None:
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save("tokenizer.json")
-    Path("config.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
-        corpus.tokenizer_of(config(tokenizer="tokenizer.json"))

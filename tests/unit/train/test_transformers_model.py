@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from pipegrad.errors import ConfigError
 from pipegrad.train.config import beside, load
 from pipegrad.train.corpus import TOKENIZER, tokenizer_file
 from pipegrad.train.dataset import pair_of
-from pipegrad.train.stages import uncut_model
+from pipegrad.train.stages import ends_of, uncut_model
+from tests.support.train.transformers_jobs import SIZES
 
 IDS = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
@@ -60,6 +62,22 @@ def test_the_tokenizer_of_the_directory_is_used_if_none_is_named(path: Path) -> 
     assert found.resolve() == saved / TOKENIZER
     assert tokenizer_file(load(path, ["data.tokenizer=other.json"])) == Path("other.json")
     assert tokenizer_file(load(path, ["model={config='config.json'}"])) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "of_generation", "expected"),
+    [(None, None, [None]), (2, None, [2]), (2, {}, [None]), (2, {"eos_token_id": [3, 4]}, [3, 4])],
+)
+def test_a_sample_ends_where_generate_of_the_directory_does(
+    path: Path, ends: int | None, of_generation: object, expected: list[int | None]
+) -> None:
+    saved = path.parent.parent / "saved"
+    saved.mkdir()
+    (saved / "config.json").write_text(json.dumps(SIZES | {"eos_token_id": ends}))
+    if of_generation is not None:
+        (saved / "generation_config.json").write_text(json.dumps(of_generation))
+    settings = ["data.sequence_length=16", "model.dtype='float32'"]
+    assert ends_of(uncut_model(load(path, settings))) == expected
 
 
 @pytest.mark.parametrize(
