@@ -46,7 +46,7 @@ def noted(events: list[Event]) -> Iterator[None]:
 
     def say_leaves(self: CommStream, task: Any, after: Any) -> Any:
         if isinstance(task, partial):  # and no meeting of all ranks
-            events.append(("leaves", task.args[0].bucket))
+            events.append(("leaves", task.args[0].launch.bucket))
         return submit(self, task, after)
 
     with (
