@@ -12,7 +12,8 @@ for x, y in data:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Never, Unpack
 
@@ -36,6 +37,7 @@ from pipegrad.pipeline.steps import Steps
 from pipegrad.pipeline.wiring import Loss, ScheduleSpec, agree_on_wiring, synced_stages
 from pipegrad.plan.options import CHECK_EVERY, GradientKeywords
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
+from pipegrad.plugins.registry import closest_first
 from pipegrad.schedules import Program, Proof, Schedule
 from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.program.lower import DEPTH
@@ -140,7 +142,7 @@ class Scheduler:
             whole=whole,
             codecs=codecs,
             depth=depth,
-            options=options,
+            complaint=_complaint_of(options),
             timeout_seconds=agree_seconds,
         )
         self.topology = pipeline.topology
@@ -420,6 +422,16 @@ class Scheduler:
     def close(self) -> None:
         """Ends comm streams and destroys process groups, once; every rank must call it."""
         self._steps.close()
+
+
+def _complaint_of(options: Collection[str]) -> str:
+    """Returns a message about unknown names of further options; "" if all are known."""
+    fields = GradientKeywords.__annotations__.keys()
+    if not (unknown := sorted(set(options) - fields)):
+        return ""
+    known = (fields | inspect.signature(Scheduler).parameters.keys()) - {"stages", "topology"}
+    closest = closest_first(unknown[0], known - {"options"})
+    return f"Scheduler has no option {unknown[0]!r}; allowed, closest first: {closest}"
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ on every rank alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -22,9 +22,7 @@ from pipegrad.pipeline.codings import CodecChoice, CodecsSpec, Hop, choice_of
 from pipegrad.pipeline.loss_message import MEAN, REDUCTIONS, TOKEN_MEAN
 from pipegrad.pipeline.stage import Stage, StageSource, bind
 from pipegrad.plan.check import refuse_loss_parameters
-from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan
-from pipegrad.plugins.registry import complaints_of
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate, registry
 from pipegrad.schedules.measured import MeasuredGenerator
 from pipegrad.schedules.program.program import Link
@@ -153,12 +151,12 @@ def agree_on_wiring(
     whole: Sequence[str],
     codecs: CodecsSpec,
     depth: int,
-    options: Collection[str],
+    complaint: str,
     timeout_seconds: float,
 ) -> WiredPipeline:
     """Returns the stages, links and schedule of a pipeline, after all ranks have agreed on them.
 
-    The arguments are arguments of `Scheduler`, and the names of its further options.
+    The arguments are arguments of `Scheduler`, and a complaint about unknown names of options.
     Every rank of the topology must call it.
 
     Raises:
@@ -173,10 +171,8 @@ def agree_on_wiring(
     def describe() -> tuple[_Local, Described]:
         # Everything that can fail on this rank alone is inside, because its error must be raised on
         # all ranks.
-        if complaint := complaints_of(
-            GradientOptions, options, given=("stage_ticks", "shared_ticks")
-        ):
-            raise ScheduleError(f"Scheduler {complaint}, and its own arguments")
+        if complaint:
+            raise ScheduleError(complaint)
         _check_loss(reduction, loss_over, is_own=bool(labels))
         generated = schedule_of(schedule, topology, num_microbatches)
         choice = choice_of(codecs)
