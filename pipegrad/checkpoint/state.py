@@ -323,7 +323,10 @@ class State:
         if saved is None:
             raise CheckpointError("has no state of an optimizer, but a model alone")
         if saved.get("kinds") != (kinds := _kinds(self.optimizer)):
-            raise CheckpointError(f"is of another optimizer: of {saved.get('kinds')}, not {kinds}")
+            raise CheckpointError(
+                f"is of another optimizer: of {saved.get('kinds')}, not {kinds}; make that one, or "
+                f"a State without an optimizer, which takes the model alone"
+            )
         if options:
             return
         there = {name: group for group in saved["param_groups"] for name in group["params"]}
